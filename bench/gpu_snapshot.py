@@ -36,7 +36,7 @@ from holdfast.checkpoint.save.device import (
     DeviceStager,
     InFlight,
     Owned,
-    Piece,
+    TensorPiece,
     copy_within,
     pin,
 )
@@ -72,13 +72,13 @@ class Workload:
         self.batch = torch.randn(BATCH, WIDTH, device=CUDA)
         self.step(1)
         self.owned = Owned([self.optimizer])
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorPiece] = []
         offset = 0
         tensors = [tensor.detach() for tensor in self.model.parameters()]
         for state in self.optimizer.state.values():
             tensors += [value for value in state.values() if value.device == CUDA]
         for tensor in tensors:
-            self.pieces.append(Piece(tensor, offset, tensor.nbytes))
+            self.pieces.append(TensorPiece(tensor, offset, tensor.nbytes))
             offset += -(-tensor.nbytes // PAGE) * PAGE
         self.room = offset
         self.nbytes = sum(piece.nbytes for piece in self.pieces)

@@ -27,7 +27,7 @@ from async_rank import Sharded
 import holdfast
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.tier import LocalTier, PlaceCopies, read_recorded
-from holdfast.journal.events import Decision, Resumed
+from holdfast.journal.events import DecisionMade, Resumed
 from holdfast.journal.reader import read_journal
 from holdfast.record.directory import ControlDirectory
 
@@ -122,7 +122,7 @@ def ways(work: Path, size_mib: int) -> Iterator[dict[str, Callable[[], float]]]:
                 lose_own(memory / way, control.run_id)  # the resume before may have made them again
             group("load", directory, size_mib, memory / way)
             lines = [line.body for line in read_journal(control.journal)]
-            told = [body for body in lines if isinstance(body, Decision) and body.about == "resume"][-1]
+            told = [body for body in lines if isinstance(body, DecisionMade) and body.about == "resume"][-1]
             _require(way, told.evidence)
             return next(body.seconds for body in reversed(lines) if isinstance(body, Resumed))
 

@@ -16,7 +16,15 @@ from collections.abc import Callable
 from holdfast.config.sections import StragglerSettings
 from holdfast.record.group import join_group
 from holdfast.train.stragglers.reports import Actions, Stragglers, event_of, letter_of, read_letter
-from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER, Judge, Limits, RankTimes, Span
+from holdfast.train.stragglers.scores import (
+    COMPUTE,
+    INPUT,
+    OTHER,
+    RankTimes,
+    ScoreLimits,
+    Span,
+    StragglerJudge,
+)
 
 STEPS, SECTIONS, ROUNDS = 300, 10, 5
 
@@ -78,7 +86,7 @@ def judging(ranks: int, ranks_per_node: int) -> Callable[[], float]:
         }
         times = RankTimes(rank=rank, node=f"n{rank // ranks_per_node}", steps=100, noise=1e-4, sections=spans)
         letters.append(letter_of(times))
-    judge = Judge(Limits())
+    judge = StragglerJudge(ScoreLimits())
 
     def measured() -> float:
         gc.collect()

@@ -52,7 +52,7 @@ from holdfast.record import (
     EndRecord,
     Group,
     LaunchInfo,
-    Origin,
+    RunOrigin,
     applies_again,
     join_group,
     keep_account,
@@ -747,7 +747,7 @@ class Wish:
         before, member = self._before, self._member
         name = f"checkpoint.resume_from = {self._asked!r}"
         if before is None:
-            origin = Origin(
+            origin = RunOrigin(
                 value=self._asked,
                 checkpoint=decision.chosen,
                 step=decision.step,

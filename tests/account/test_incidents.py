@@ -13,11 +13,11 @@ from rich.console import Console
 
 from holdfast.account.incidents import incidents_of
 from holdfast.account.ledger import ledger_of, steps_done
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import (
     AttemptEnded,
     AttemptStarted,
-    Decision,
+    DecisionMade,
     OperatorActed,
     SaveCommitted,
     StepsDone,
@@ -101,7 +101,9 @@ def test_an_end_recorded_by_the_next_launcher_belongs_to_the_attempt_that_was_lo
     died = run.now
     run.pass_time(60).write(AttemptEnded(outcome="lost"), "agent-b", attempt)
     run.write(
-        Decision(about="recovery", chosen="restart", evidence=["the launcher is gone"]), "agent-b", attempt
+        DecisionMade(about="recovery", chosen="restart", evidence=["the launcher is gone"]),
+        "agent-b",
+        attempt,
     )
     run.start().steps(1, 20).finish(20)
     (incident,) = incidents_of(run.lines)
@@ -160,7 +162,9 @@ def test_evidence_says_each_thing_once_and_only_higher_rungs_are_passed_over() -
     run.save(20)
     run.fail(1).fail(0, signal="", exit_code=1, message="gloo: closed")
     why = "rank 1 on a (pid 101) failed: death by SIGKILL"
-    run.write(Decision(about="recovery", chosen="restart", evidence=[why, "ranks 0 then lost their peer"]))
+    run.write(
+        DecisionMade(about="recovery", chosen="restart", evidence=[why, "ranks 0 then lost their peer"])
+    )
     run.end("failed").start(resume=(name_of(20), 20), rejected=[old]).steps(21, 22)
     assert incidents_of(run.lines)[0].evidence == [why, "ranks 0 then lost their peer"]
 
@@ -244,7 +248,7 @@ MOVES = st.lists(
 )
 
 
-def played(moves: list[tuple[str, float, int]]) -> list[Line]:
+def played(moves: list[tuple[str, float, int]]) -> list[JournalLine]:
     """A journal of any moves at all, sensible or not."""
     run = Journal()
     for move, seconds, count in moves:

@@ -23,10 +23,10 @@ from holdfast.base.lines import (
     CLEAR,
     GREEN,
     RED,
-    Kind,
-    Line,
+    LineKind,
+    LineSource,
     LiveLine,
-    Source,
+    OutputLine,
     as_json,
     as_text,
     has_colour,
@@ -51,10 +51,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def line(text: str = "all is well", **other: object) -> Line:
-    told = {"at": 0.0, "source": Source.LAUNCHER, "rank": None, "host": "h", "attempt": 1, "text": text}
+def line(text: str = "all is well", **other: object) -> OutputLine:
+    told = {"at": 0.0, "source": LineSource.LAUNCHER, "rank": None, "host": "h", "attempt": 1, "text": text}
     kind = kind_of(text)
-    return Line(**{**told, "kind": kind, "level": level_of(kind), **other})  # type: ignore[arg-type]
+    return OutputLine(**{**told, "kind": kind, "level": level_of(kind), **other})  # type: ignore[arg-type]
 
 
 # --- the forms ----------------------------------------------------------------------------------------------
@@ -63,9 +63,9 @@ def line(text: str = "all is well", **other: object) -> Line:
 def test_a_rank_is_told_from_the_launcher_and_both_tell_the_time() -> None:
     assert re.fullmatch(r"[\d:]{8} holdfast: all is well", as_text(line()))
     assert re.fullmatch(
-        r"[\d:]{8} holdfast\[rank 3\]: all is well", as_text(line(source=Source.RANK, rank=3))
+        r"[\d:]{8} holdfast\[rank 3\]: all is well", as_text(line(source=LineSource.RANK, rank=3))
     )
-    assert as_text(line(source=Source.COMMAND)) == "holdfast: all is well"
+    assert as_text(line(source=LineSource.COMMAND)) == "holdfast: all is well"
 
 
 def test_a_line_as_json_is_one_line_with_a_time_that_has_a_zone() -> None:
@@ -79,10 +79,10 @@ def test_a_line_as_json_is_one_line_with_a_time_that_has_a_zone() -> None:
 
 def test_sentences_are_known_by_their_beginnings() -> None:
     incident = mock.Mock(spec=Incident, steps_lost=2, seconds_lost=1.0, account=None)
-    assert kind_of(back_line(incident, 5)) is Kind.BACK
-    assert kind_of(closing_line([], [], 5, "run")) is Kind.FINISHED
-    assert kind_of(in_words(Waiting("a node", 5.0, None))) is Kind.WAIT
-    assert kind_of("rank 1 was killed") is Kind.MESSAGE
+    assert kind_of(back_line(incident, 5)) is LineKind.BACK
+    assert kind_of(closing_line([], [], 5, "run")) is LineKind.FINISHED
+    assert kind_of(in_words(Waiting("a node", 5.0, None))) is LineKind.WAIT
+    assert kind_of("rank 1 was killed") is LineKind.MESSAGE
 
 
 def test_only_a_terminal_that_knows_colours_gets_them() -> None:
@@ -98,11 +98,11 @@ def test_only_a_terminal_that_knows_colours_gets_them() -> None:
 
 def test_colours_change_nothing_but_the_colour() -> None:
     shown = "11:22:33 holdfast: rank 1 was killed\n  why:  nobody knows\n  done: why: it is"
-    coloured = painted(shown, Kind.INCIDENT)
+    coloured = painted(shown, LineKind.INCIDENT)
     assert f"{RED}rank 1 was killed" in coloured
     assert coloured.count("\x1b[1m") == 2, "the labels at the beginning of a line, and no other word"
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == shown
-    assert painted("11:22:33 holdfast: parked", Kind.MESSAGE) == "11:22:33 holdfast: parked"
+    assert painted("11:22:33 holdfast: parked", LineKind.MESSAGE) == "11:22:33 holdfast: parked"
 
 
 # --- who takes what is logged -------------------------------------------------------------------------------
@@ -192,11 +192,11 @@ def test_a_live_line_is_written_over_on_a_terminal_and_nowhere_else(monkeypatch:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         monkeypatch.setattr("sys.stderr", stream)
-        live = LiveLine(Source.LAUNCHER)
+        live = LiveLine(LineSource.LAUNCHER)
         for waited in range(12):
             live(Waiting("storage", float(waited), 30.0))
         live.over()
-        speak("it is back", source=Source.LAUNCHER)
+        speak("it is back", source=LineSource.LAUNCHER)
     shown = terminal.getvalue()
     assert shown.count("\r") == 9
     assert shown.count("\n") == 1
@@ -212,7 +212,7 @@ def test_a_live_line_is_never_wider_than_the_terminal(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    LiveLine(Source.LAUNCHER)(Waiting("x" * 500, 5.0, None))
+    LiveLine(LineSource.LAUNCHER)(Waiting("x" * 500, 5.0, None))
     assert len(terminal.getvalue().removesuffix(f"{CLEAR}\r")) < 80, "what wraps cannot be written over"
 
 

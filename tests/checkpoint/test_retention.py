@@ -29,7 +29,7 @@ from holdfast.checkpoint.format import structure
 from holdfast.checkpoint.format.manifest import MANIFEST, CheckpointRoot, parse_name
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.read_back import ReadBack, last_read_back, reading, unread
-from holdfast.checkpoint.retention import Item, Retention, empty
+from holdfast.checkpoint.retention import JudgedCheckpoint, Retention, empty
 from holdfast.errors import LeaseLostError, NoValidRungError, UsageError
 from holdfast.journal.events import CheckpointsDeleted, CopyQuarantined, CopyReadBack, Warned
 from holdfast.journal.writer import JournalWriter
@@ -409,11 +409,11 @@ def holding(control: ControlDirectory) -> Iterator[Fence]:
         keeper.release()
 
 
-def reasons(plan: list[Item]) -> dict[int, str]:
+def reasons(plan: list[JudgedCheckpoint]) -> dict[int, str]:
     return {item.name.step: item.reason for item in plan}
 
 
-def gone(plan: list[Item]) -> list[int]:
+def gone(plan: list[JudgedCheckpoint]) -> list[int]:
     return [item.name.step for item in plan if not item.keep]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.cli import ckpt_inspect
 from holdfast.errors import NoValidRungError, UsageError
-from holdfast.journal.events import Decision
+from holdfast.journal.events import DecisionMade
 from holdfast.journal.reader import read_journal
 from holdfast.record.directory import ControlDirectory, read_record
 from holdfast.record.lease import LeaseKeeper, claim, current_epoch, read_beat
@@ -61,7 +61,7 @@ def test_what_was_saved_from_a_condemned_checkpoint_goes_with_it_and_comes_back_
         f"condemned with {six.name}, from which it was saved",
     ]
     last = read_journal(run_dir / "journal")[-1]
-    assert isinstance(last.body, Decision)
+    assert isinstance(last.body, DecisionMade)
     assert (last.who, last.attempt, last.body.about) == ("operator", 1, "standing")
     assert last.body.chosen == f"{six.name} is condemned"
     assert last.body.evidence == ["operator: a bad batch", f"with it, as saved from it: {nine.name}"]

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cluster.batch import Layout, render, time_in_seconds
+from holdfast.cluster.batch import JobLayout, render, time_in_seconds
 from holdfast.cluster.slurm import expand
 from holdfast.errors import UsageError
 from kit.commands import command
@@ -36,23 +36,25 @@ def test_the_example_is_what_the_command_writes() -> None:
     assert (REPO / "examples/slurm/train.sbatch").read_text() == command("slurm", "script", *EXAMPLE).out
 
 
-def layouts() -> list[Layout]:
-    base = Layout(command=["train.py", "--lr", "3e-4", "it's a $HOME `x`"], run_dir="a run's dir")
+def layouts() -> list[JobLayout]:
+    base = JobLayout(command=["train.py", "--lr", "3e-4", "it's a $HOME `x`"], run_dir="a run's dir")
     return [
         base,
-        Layout(
+        JobLayout(
             command=["train.py"], nodes=4, spares=2, gpus_per_node=8, time="1-00", local_tier="/dev/shm/a b"
         ),
-        Layout(command=["train.py"], nodes=4, min_nodes=2, array="0-7%2", run_dir="runs", signal_lead=0),
-        Layout(
+        JobLayout(command=["train.py"], nodes=4, min_nodes=2, array="0-7%2", run_dir="runs", signal_lead=0),
+        JobLayout(
             command=["python", "t.py"], nodes=2, processes_per_node=2, plain=True, local_tier="/dev/shm/x"
         ),
-        Layout(command=["-m", "train"], setup=["module load cuda"], extra=["--mem=0"], endpoints="h:1,i:2"),
+        JobLayout(
+            command=["-m", "train"], setup=["module load cuda"], extra=["--mem=0"], endpoints="h:1,i:2"
+        ),
     ]
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=["one", "spares", "elastic array", "plain", "more"])
-def test_every_script_is_sound_shell(layout: Layout, tmp_path: Path) -> None:
+def test_every_script_is_sound_shell(layout: JobLayout, tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
     path.write_text(render(layout))
     subprocess.run(["bash", "-n", str(path)], check=True)
@@ -72,7 +74,7 @@ def test_a_signal_before_anything_was_started_asks_for_the_job_too(tmp_path: Pat
     lines = ["kill -s TERM $$", "echo after"]
     setup = [finds, *lines] if found == "from the start" else [*lines, finds]
     script = tmp_path / "script"
-    script.write_text(render(Layout(command=["train.py"], nodes=1, run_dir="run", setup=setup)))
+    script.write_text(render(JobLayout(command=["train.py"], nodes=1, run_dir="run", setup=setup)))
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     done = subprocess.run(
         ["bash", script], env=environment, capture_output=True, text=True, timeout=60, check=False
@@ -87,7 +89,7 @@ def options(text: str) -> list[str]:
 
 
 def test_spares_are_allocated_and_the_loss_of_a_node_is_survived() -> None:
-    text = render(Layout(command=["t.py"], nodes=4, spares=2, gpus_per_node=8))
+    text = render(JobLayout(command=["t.py"], nodes=4, spares=2, gpus_per_node=8))
     assert "--nodes=6" in options(text)
     assert "--no-kill" in options(text)
     assert "run --nnodes 4 --nproc-per-node 8" in text
@@ -97,21 +99,21 @@ def test_spares_are_allocated_and_the_loss_of_a_node_is_survived() -> None:
 
 
 def test_without_spares_slurm_may_end_the_job_with_its_node() -> None:
-    text = render(Layout(command=["t.py"], nodes=2))
+    text = render(JobLayout(command=["t.py"], nodes=2))
     assert "--no-kill" not in text
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@180"} <= set(options(text))
     assert '"${nodes[@]:0:2}"' in text
 
 
 def test_an_elastic_run_says_so_and_survives() -> None:
-    text = render(Layout(command=["t.py"], nodes=4, min_nodes=2))
+    text = render(JobLayout(command=["t.py"], nodes=4, min_nodes=2))
     assert "--nnodes 2:4" in text
     assert "--no-kill" in options(text)
 
 
 def test_ranks_without_agents_end_together() -> None:
     """C5: kill-on-bad-exit by mode."""
-    text = render(Layout(command=["python", "t.py"], nodes=2, processes_per_node=4, plain=True))
+    text = render(JobLayout(command=["python", "t.py"], nodes=2, processes_per_node=4, plain=True))
     assert "--kill-on-bad-exit=1" in text
     assert "--ntasks-per-node=4" in options(text)
     assert "holdfast run" not in text
@@ -183,7 +185,7 @@ WORD = st.text("ab $`'\"\\;&|()<>*#~!{}=-é\n", min_size=1, max_size=12)
 @given(st.lists(WORD, min_size=1, max_size=5), st.just("") | WORD)
 def test_no_words_of_a_user_are_taken_for_shell(words: list[str], directory: str) -> None:
     try:
-        text = render(Layout(command=words, run_dir=directory))
+        text = render(JobLayout(command=words, run_dir=directory))
     except UsageError:
         return
     launch = text[text.index("srun ") :].partition(" &\n")[0].replace("\\\n", " ")

@@ -17,7 +17,7 @@ from holdfast.cluster.slurm import job_found
 from holdfast.cluster.time_limit import TimeLimit
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode, StorageError
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import SaveCommitted
 from holdfast.journal.events.cluster import RequeueAsked
 from holdfast.journal.events.run import StopAgreed, StopAsked
@@ -495,8 +495,8 @@ def test_a_script_without_a_run_directory_asks_nothing_after_a_stop(
     assert fake_scontrol.calls == []
 
 
-def line(attempt: int, body: object) -> Line:
-    return Line(v=1, at=float(attempt), who="a", attempt=attempt, seq=0, body=body)  # type: ignore[arg-type]
+def line(attempt: int, body: object) -> JournalLine:
+    return JournalLine(v=1, at=float(attempt), who="a", attempt=attempt, seq=0, body=body)  # type: ignore[arg-type]
 
 
 def test_only_the_newest_attempts_stop_counts() -> None:

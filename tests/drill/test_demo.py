@@ -22,7 +22,7 @@ from holdfast.drill import demo as demo_checks
 from holdfast.drill.demo import demo_directory
 from holdfast.drill.faults import FaultError, FlippedByte, Killed, flip_byte, kill_rank, payloads
 from holdfast.errors import UsageError
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import (
     Resumed,
     RungRejected,
@@ -46,7 +46,7 @@ class Demo:
         self.flipped = msgspec.convert(result["flipped"], FlippedByte)
         self.killed = msgspec.convert(result["killed"], Killed)
 
-    def lines(self, name: str = "run") -> list[Line]:
+    def lines(self, name: str = "run") -> list[JournalLine]:
         """Fresh from disk, so that a test may change them."""
         return read_journal(self.place / name / "journal")
 
@@ -251,11 +251,11 @@ def test_altered_bytes_are_not_unpickled_for_the_comparison(demo: Demo) -> None:
     assert "altered" in found.difference
 
 
-def _does(line: Line, step: int) -> bool:
+def _does(line: JournalLine, step: int) -> bool:
     return isinstance(line.body, StepsDone) and line.body.first + len(line.body.seconds) - 1 == step
 
 
-def _compare_steps(demo: Demo, lines: list[Line], how: Any) -> compare.Comparison:
+def _compare_steps(demo: Demo, lines: list[JournalLine], how: Any) -> compare.Comparison:
     theirs = compare.timeline(demo.lines("reference"))
     assert how(compare.timeline(demo.lines()), theirs, steps=STEPS, ranks=RANKS).equal
     found: compare.Comparison = how(compare.timeline(lines), theirs, steps=STEPS, ranks=RANKS)

@@ -14,7 +14,7 @@ import torch
 
 import holdfast
 from holdfast.health.gpu import ask_gpus, ask_nvidia_smi, check_compute, names_of, read_kernel_log
-from holdfast.health.judgements import Status
+from holdfast.health.judgements import HealthStatus
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -55,7 +55,7 @@ def test_a_known_answer_is_computed_in_a_child_process() -> None:
     print("computed", found)
     assert len(found) == torch.cuda.device_count()
     for one in found:
-        assert one.status is Status.OK, one
+        assert one.status is HealthStatus.OK, one
         assert "the known answer" in one.found
 
 
@@ -68,7 +68,7 @@ def test_a_device_that_another_program_fills_is_busy_and_not_broken() -> None:
         del taken
         torch.cuda.empty_cache()
     print("busy", first)
-    assert first.status is Status.WARNING, first
+    assert first.status is HealthStatus.WARNING, first
     assert "another program uses it" in first.found
 
 
@@ -76,7 +76,7 @@ def test_all_about_the_gpus_alone() -> None:
     """E6, E9."""
     found = holdfast.check_gpus()
     assert {"gpu 0", "gpu 0 memory errors", "gpu 0 clocks", "gpu 0 compute"} <= {one.name for one in found}
-    assert not [one for one in found if one.status is Status.CRITICAL], found
+    assert not [one for one in found if one.status is HealthStatus.CRITICAL], found
 
 
 def test_the_doctor_looks_at_the_gpu(tmp_path: Path) -> None:

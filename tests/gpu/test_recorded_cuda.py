@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.health.judgements import Status
+from holdfast.health.judgements import HealthStatus
 from holdfast.health.network import all_reduce, check_links
 from holdfast.train.check.checks import Scales
 
@@ -99,10 +99,10 @@ def test_the_networks_probe_reduces_over_nccl() -> None:
     """One device makes a world of one: the group, the reduction and the check of its sum are real."""
     found = all_reduce(torch.distributed.HashStore(), "nccl", 0, 1)
     print("reduced", found)
-    assert found.status is Status.OK, found
+    assert found.status is HealthStatus.OK, found
 
 
 def test_nvlink_counters_are_read_or_absent() -> None:
     found = check_links()
     print("links", found)
-    assert not [one for one in found if one.status is Status.CRITICAL], found
+    assert not [one for one in found if one.status is HealthStatus.CRITICAL], found

@@ -12,16 +12,16 @@ import pytest
 
 from holdfast.health import examination
 from holdfast.health.examination import NodeReport, Skew
-from holdfast.health.judgements import CheckResult, Status
+from holdfast.health.judgements import CheckResult, HealthStatus
 from kit.commands import command
 from kit.harness import finish, holdfast
 from kit.nodes.machines import nvidia_smi
 from kit.nodes.slurm_cluster import SlurmCluster
 
-WELL = CheckResult(name="memory", status=Status.OK, found="22 GiB available")
-ODD = CheckResult(name="shared memory", status=Status.WARNING, found="64 MiB", fix="--shm-size")
-BAD = CheckResult(name="open files", status=Status.CRITICAL, found="a limit of 8", fix="raise it")
-DARK = CheckResult(name="kernel log", status=Status.UNKNOWN, found="cannot be read")
+WELL = CheckResult(name="memory", status=HealthStatus.OK, found="22 GiB available")
+ODD = CheckResult(name="shared memory", status=HealthStatus.WARNING, found="64 MiB", fix="--shm-size")
+BAD = CheckResult(name="open files", status=HealthStatus.CRITICAL, found="a limit of 8", fix="raise it")
+DARK = CheckResult(name="kernel log", status=HealthStatus.UNKNOWN, found="cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -197,20 +197,20 @@ def test_a_job_whose_nodes_are_not_known_is_not_called_well(
 def test_clocks_of_two_nodes_that_differ_are_told() -> None:
     def report(name: str, seconds: float) -> NodeReport:
         skew = Skew(seconds=seconds, uncertain=0.01)
-        return NodeReport(node=name, status=Status.OK, results=[], skew=skew)
+        return NodeReport(node=name, status=HealthStatus.OK, results=[], skew=skew)
 
     apart = examination.merge([report("a", 1.9), report("b", -1.9)])
-    assert apart.status is Status.WARNING
+    assert apart.status is HealthStatus.WARNING
     assert apart.between[0].found == "that of a 3.80 s ahead of that of b"
-    assert examination.merge([report("a", 0.1), report("b", 0.0)]).status is Status.OK
+    assert examination.merge([report("a", 0.1), report("b", 0.0)]).status is HealthStatus.OK
     assert examination.merge([report("a", 0.1)]).between == []
 
 
 def test_a_report_goes_through_srun_in_lines_that_are_not_cut() -> None:
     """srun mixes up longer lines of several nodes: seen with a real Slurm."""
-    long = CheckResult(name="storage of x", status=Status.CRITICAL, found="ü" * 900, fix="f" * 900)
+    long = CheckResult(name="storage of x", status=HealthStatus.CRITICAL, found="ü" * 900, fix="f" * 900)
     one = NodeReport(
-        node="n1", status=Status.CRITICAL, results=[BAD, long], skew=Skew(seconds=1, uncertain=0)
+        node="n1", status=HealthStatus.CRITICAL, results=[BAD, long], skew=Skew(seconds=1, uncertain=0)
     )
     lines = examination.lines_of(one)
     assert all(len(line.encode()) <= examination.LINE for line in lines)

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.checkpoint.choose import resume
 from holdfast.health import gpu, node
-from holdfast.health.examination import Place, quick_checks
+from holdfast.health.examination import CheckedPlace, quick_checks
 from holdfast.health.gpu import Gpu, Gpus, ask_nvidia_smi, names_of, normal_bus, read_kernel_log
 from holdfast.health.gpu import judged as judged_log
 from holdfast.health.judgements import (
     EXIT_CODES,
     CheckResult,
-    Status,
+    HealthStatus,
     judge_computed,
     judge_free_memory,
     judge_gate,
@@ -56,7 +56,7 @@ results = st.lists(
     st.builds(
         CheckResult,
         name=st.sampled_from(["memory", "gpu 0", "storage of the run directory"]),
-        status=st.sampled_from(list(Status)),
+        status=st.sampled_from(list(HealthStatus)),
         found=st.text(max_size=20),
         fix=st.text(max_size=20),
     ),
@@ -70,7 +70,8 @@ def test_the_worst_is_what_is_wrong_for_certain_then_what_could_not_be_looked_at
 ) -> None:
     kinds = {one.status for one in found}
     expected = next(
-        (one for one in (Status.CRITICAL, Status.WARNING, Status.UNKNOWN) if one in kinds), Status.OK
+        (one for one in (HealthStatus.CRITICAL, HealthStatus.WARNING, HealthStatus.UNKNOWN) if one in kinds),
+        HealthStatus.OK,
     )
     assert worst(found) is expected
     assert worst(reversed(found)) is expected
@@ -81,7 +82,7 @@ def test_a_node_is_kept_out_for_critical_findings_and_on_refuse_alone(
     found: list[CheckResult], mode: str
 ) -> None:
     answer = judge_gate(found, mode)
-    critical = [one for one in found if one.status is Status.CRITICAL]
+    critical = [one for one in found if one.status is HealthStatus.CRITICAL]
     assert answer.kept_out == (mode == "refuse" and bool(critical))
     assert bool(answer.why) == answer.kept_out
     if answer.kept_out:
@@ -92,7 +93,7 @@ def test_a_node_is_kept_out_for_critical_findings_and_on_refuse_alone(
 
 @given(st.integers(0, 2**50), st.integers(0, 2**50))
 def test_more_of_something_is_never_judged_worse(one: int, other: int) -> None:
-    gravity = [Status.CRITICAL, Status.WARNING, Status.OK]
+    gravity = [HealthStatus.CRITICAL, HealthStatus.WARNING, HealthStatus.OK]
     less, more = sorted((one, other))
     for judge in (
         lambda n: judge_memory(n, None),
@@ -107,38 +108,38 @@ def test_more_of_something_is_never_judged_worse(one: int, other: int) -> None:
 @pytest.mark.parametrize(
     ("judged", "expected"),
     [
-        (judge_memory(128 * MIB - 1, None), Status.CRITICAL),
-        (judge_memory(128 * MIB, None), Status.WARNING),
-        (judge_memory(GIB - 1, None), Status.WARNING),
-        (judge_memory(GIB, None), Status.OK),
-        (judge_space("x", "/x", 16 * MIB - 1, None), Status.CRITICAL),
-        (judge_space("x", "/x", 16 * MIB, None), Status.WARNING),
-        (judge_space("x", "/x", GIB, None), Status.OK),
-        (judge_space("x", "/x", GIB, 999), Status.WARNING),
-        (judge_space("x", "/x", GIB, 1000), Status.OK),
-        (judge_space("x", "/x", 0, 0), Status.CRITICAL),
-        (judge_storage("x", "/x", "", 2.1), Status.WARNING),
-        (judge_storage("x", "/x", "", 1.9), Status.OK),
-        (judge_shared_memory(GIB, 256 * MIB - 1), Status.WARNING),
-        (judge_shared_memory(GIB, 256 * MIB), Status.OK),
-        (judge_open_files(127, -1), Status.CRITICAL),
-        (judge_open_files(128, -1), Status.WARNING),
-        (judge_open_files(1024, -1), Status.OK),
-        (judge_open_files(-1, -1), Status.OK),
-        (judge_threads(37, 100, "user"), Status.CRITICAL),
-        (judge_threads(36, 100, "user"), Status.WARNING),
-        (judge_threads(0, 1024, "user"), Status.OK),
-        (judge_skew("x", 2.0, 0.0), Status.OK),
-        (judge_skew("x", 2.1, 0.0), Status.WARNING),
-        (judge_load(8.1, 2), Status.WARNING),
-        (judge_load(8.0, 2), Status.OK),
-        (judge_slowed("x", None, 90.0), Status.WARNING),
-        (judge_slowed("x", None, 89.0), Status.OK),
-        (judge_free_memory("x", 5 * GIB + 1, 80 * GIB), Status.WARNING),
-        (judge_free_memory("x", 5 * GIB, 80 * GIB), Status.OK),
+        (judge_memory(128 * MIB - 1, None), HealthStatus.CRITICAL),
+        (judge_memory(128 * MIB, None), HealthStatus.WARNING),
+        (judge_memory(GIB - 1, None), HealthStatus.WARNING),
+        (judge_memory(GIB, None), HealthStatus.OK),
+        (judge_space("x", "/x", 16 * MIB - 1, None), HealthStatus.CRITICAL),
+        (judge_space("x", "/x", 16 * MIB, None), HealthStatus.WARNING),
+        (judge_space("x", "/x", GIB, None), HealthStatus.OK),
+        (judge_space("x", "/x", GIB, 999), HealthStatus.WARNING),
+        (judge_space("x", "/x", GIB, 1000), HealthStatus.OK),
+        (judge_space("x", "/x", 0, 0), HealthStatus.CRITICAL),
+        (judge_storage("x", "/x", "", 2.1), HealthStatus.WARNING),
+        (judge_storage("x", "/x", "", 1.9), HealthStatus.OK),
+        (judge_shared_memory(GIB, 256 * MIB - 1), HealthStatus.WARNING),
+        (judge_shared_memory(GIB, 256 * MIB), HealthStatus.OK),
+        (judge_open_files(127, -1), HealthStatus.CRITICAL),
+        (judge_open_files(128, -1), HealthStatus.WARNING),
+        (judge_open_files(1024, -1), HealthStatus.OK),
+        (judge_open_files(-1, -1), HealthStatus.OK),
+        (judge_threads(37, 100, "user"), HealthStatus.CRITICAL),
+        (judge_threads(36, 100, "user"), HealthStatus.WARNING),
+        (judge_threads(0, 1024, "user"), HealthStatus.OK),
+        (judge_skew("x", 2.0, 0.0), HealthStatus.OK),
+        (judge_skew("x", 2.1, 0.0), HealthStatus.WARNING),
+        (judge_load(8.1, 2), HealthStatus.WARNING),
+        (judge_load(8.0, 2), HealthStatus.OK),
+        (judge_slowed("x", None, 90.0), HealthStatus.WARNING),
+        (judge_slowed("x", None, 89.0), HealthStatus.OK),
+        (judge_free_memory("x", 5 * GIB + 1, 80 * GIB), HealthStatus.WARNING),
+        (judge_free_memory("x", 5 * GIB, 80 * GIB), HealthStatus.OK),
     ],
 )
-def test_every_limit_is_where_the_page_says(judged: CheckResult, expected: Status) -> None:
+def test_every_limit_is_where_the_page_says(judged: CheckResult, expected: HealthStatus) -> None:
     """The table in docs/guides/health.md, on both sides of each limit."""
     assert judged.status is expected, judged
 
@@ -157,7 +158,7 @@ def test_whatever_is_not_well_says_what_to_do() -> None:
         judge_storage("x", "/x", "", 10.0, "fsync"),
     ]
     for one in bad:
-        assert one.status in (Status.WARNING, Status.CRITICAL), one
+        assert one.status in (HealthStatus.WARNING, HealthStatus.CRITICAL), one
         assert one.fix, one
         assert one.expected, one
 
@@ -171,13 +172,13 @@ def test_the_exit_codes_are_as_documented() -> None:
 def test_a_containers_default_of_shared_memory_is_a_warning() -> None:
     """E7: containers default to 64 MB; it need not hurt, so it keeps nobody out."""
     found = judge_shared_memory(64 * MIB, 64 * MIB)
-    assert found.status is Status.WARNING
+    assert found.status is HealthStatus.WARNING
     assert "--shm-size" in found.fix
 
 
 def test_a_skew_within_its_own_uncertainty_is_no_skew() -> None:
-    assert judge_skew("x", 2.9, 1.0).status is Status.OK
-    assert judge_skew("x", -3.1, 1.0).status is Status.WARNING
+    assert judge_skew("x", 2.9, 1.0).status is HealthStatus.OK
+    assert judge_skew("x", -3.1, 1.0).status is HealthStatus.WARNING
     assert "behind" in judge_skew("x", -5.0, 0.0).found
 
 
@@ -185,19 +186,21 @@ def test_a_skew_within_its_own_uncertainty_is_no_skew() -> None:
 
 
 def fine(name: str) -> Check:
-    return Check(name=name, look=lambda: CheckResult(name=name, status=Status.OK))
+    return Check(name=name, look=lambda: CheckResult(name=name, status=HealthStatus.OK))
 
 
 def test_a_check_that_hangs_is_left_behind_and_counts_as_it_says() -> None:
     """Issue 7, part 4: nothing that hangs holds up the others, nor who asked."""
     forever = threading.Event()
-    hanging = Check(name="mount", look=lambda: forever.wait(60) or [], deadline=0.3, hung=Status.CRITICAL)
+    hanging = Check(
+        name="mount", look=lambda: forever.wait(60) or [], deadline=0.3, hung=HealthStatus.CRITICAL
+    )
     began = time.monotonic()
     found = run_checks([fine("a"), hanging, fine("b")])
     assert time.monotonic() - began < 5.0
     forever.set()
     assert [(one.name, one.status) for one in found] == [
-        ("a", Status.OK), ("mount", Status.CRITICAL), ("b", Status.OK),
+        ("a", HealthStatus.OK), ("mount", HealthStatus.CRITICAL), ("b", HealthStatus.OK),
     ]  # fmt: skip
     assert "no answer within 0.3 s" in found[1].found
 
@@ -206,8 +209,8 @@ def test_a_check_that_raises_could_not_look() -> None:
     def broken() -> CheckResult:
         raise OSError("no such thing")
 
-    (found,) = run_checks([Check(name="x", look=broken, hung=Status.CRITICAL)])
-    assert found.status is Status.UNKNOWN
+    (found,) = run_checks([Check(name="x", look=broken, hung=HealthStatus.CRITICAL)])
+    assert found.status is HealthStatus.UNKNOWN
     assert "no such thing" in found.found
 
 
@@ -264,7 +267,7 @@ def test_the_tightest_limit_of_threads_counts_whosever_it_is(
     monkeypatch.setattr(node.os, "geteuid", lambda: 4321)
     monkeypatch.setattr(node.resource, "getrlimit", lambda _: (20, 20))
     user = node.check_threads(tmp_path / "cg", own)
-    assert (user.status, user.found) == (Status.CRITICAL, "0 of 20 used (this user)")
+    assert (user.status, user.found) == (HealthStatus.CRITICAL, "0 of 20 used (this user)")
     (job / "pids.current").write_text("1999\n")
     assert "1999 of 2000" in node.check_threads(tmp_path / "cg", own).found, "room for 1, not for 20"
 
@@ -291,12 +294,12 @@ def test_space_is_looked_at_where_a_directory_will_be(tmp_path: Path) -> None:
 
 def of_place(path: Path) -> list[CheckResult]:
     """What the one file that is written to a place tells: of the storage, and of the clock."""
-    told = quick_checks([Place(what="the root", path=path)], [])[-1].look()
+    told = quick_checks([CheckedPlace(what="the root", path=path)], [])[-1].look()
     return told if isinstance(told, list) else [told]
 
 
 def test_the_clock_agrees_with_the_file_systems(tmp_path: Path) -> None:
-    assert [one.status for one in of_place(tmp_path)] == [Status.OK, Status.OK]
+    assert [one.status for one in of_place(tmp_path)] == [HealthStatus.OK, HealthStatus.OK]
     assert len(of_place(tmp_path / "none")) == 1, "no file, no stamp to compare with"
     assert not list(tmp_path.iterdir())
 
@@ -306,7 +309,7 @@ def test_a_clock_that_is_off_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     real = time.time
     monkeypatch.setattr(node.time, "time", lambda: real() + 60.0)
     _, found = of_place(tmp_path)
-    assert found.status is Status.WARNING
+    assert found.status is HealthStatus.WARNING
     assert re.search(r"(59|60)\.\d+ s ahead", found.found)
 
 
@@ -314,7 +317,7 @@ def test_each_part_of_a_node_can_be_looked_at_alone() -> None:
     """E9."""
     names = {one.name for one in holdfast.check_node([("the root", Path("/tmp"))])}
     assert names == {"memory", "shared memory", "open files", "threads", "load", "space of the root"}
-    assert node.check_shared_memory(shared=Path("/no/such")).status is Status.WARNING
+    assert node.check_shared_memory(shared=Path("/no/such")).status is HealthStatus.WARNING
 
 
 # --- storage ------------------------------------------------------------------------------------------------
@@ -322,7 +325,7 @@ def test_each_part_of_a_node_can_be_looked_at_alone() -> None:
 
 def test_storage_that_works_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("x")
-    assert holdfast.check_storage(tmp_path).status is Status.OK
+    assert holdfast.check_storage(tmp_path).status is HealthStatus.OK
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
@@ -341,7 +344,7 @@ def test_the_step_that_fails_is_named_and_nothing_is_left_behind(
         monkeypatch.setattr(node.os, step, fails)
     found = node.check_storage(tmp_path, "the root")
     monkeypatch.undo()
-    assert found.status is Status.CRITICAL
+    assert found.status is HealthStatus.CRITICAL
     wanted = {
         "fsync": "cannot fsync:",
         "rename": "cannot rename:",
@@ -361,11 +364,11 @@ def test_storage_that_gives_back_other_bytes_is_critical(
 
 
 def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    assert node.check_storage(tmp_path / "a" / "b").status is Status.OK
+    assert node.check_storage(tmp_path / "a" / "b").status is HealthStatus.OK
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert node.check_storage(path).status is Status.CRITICAL, path
+        assert node.check_storage(path).status is HealthStatus.CRITICAL, path
 
 
 def test_slow_storage_is_a_warning_that_names_what_is_slow(
@@ -380,7 +383,7 @@ def test_slow_storage_is_a_warning_that_names_what_is_slow(
 
     monkeypatch.setattr(node.os, "rename", slow)
     found = node.check_storage(tmp_path)
-    assert found.status is Status.WARNING
+    assert found.status is HealthStatus.WARNING
     assert "most of it to rename" in found.found
     assert found.seconds >= 0.3
 
@@ -394,13 +397,13 @@ def test_a_file_system_that_hangs_is_critical_and_holds_nobody_up(
     root.mkdir()
     began = time.monotonic()
     with hung_mount(root):
-        found = by_name(run_checks(quick_checks([Place(what="the root", path=root)], patience=0.5)))
+        found = by_name(run_checks(quick_checks([CheckedPlace(what="the root", path=root)], patience=0.5)))
         journal = JournalWriter(tmp_path / "journal", "rank-0", 1)
         alarm = resume.blame_storage(journal, ["step_2", "step_1"], root)
         journal.close()
     assert time.monotonic() - began < 20.0
     for name in ("space of the root", "storage of the root"):
-        assert found[name].status is Status.CRITICAL
+        assert found[name].status is HealthStatus.CRITICAL
         assert "no answer within 0.5 s" in found[name].found
     assert f"{root} did not answer within 0.5 s" in alarm
 
@@ -425,7 +428,7 @@ def test_xids_are_read_from_the_kernels_own_log(tmp_path: Path) -> None:
     booted = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
     assert abs(found.errors[0].at - booted - 60.0) < 5.0
     judged = judged_log(found)
-    assert judged.status is Status.CRITICAL
+    assert judged.status is HealthStatus.CRITICAL
     assert "XID 79 on 0000:3b:00" in judged.found
     assert "drain" in judged.fix
 
@@ -443,7 +446,7 @@ def test_xids_are_read_from_whichever_may_be_read(
     refused = ("sh", "-c", "echo not permitted >&2; exit 1")
     found = read_kernel_log(kmsg=tmp_path / "none", commands=[refused, (program,)])
     assert [(one.number, one.bus) for one in found.errors] == [(13, "0000:3b:00")]
-    assert judged_log(found).status is Status.WARNING
+    assert judged_log(found).status is HealthStatus.WARNING
 
 
 def test_a_log_that_nobody_may_read_is_unknown_and_said(tmp_path: Path) -> None:
@@ -452,7 +455,7 @@ def test_a_log_that_nobody_may_read_is_unknown_and_said(tmp_path: Path) -> None:
         kmsg=tmp_path / "none", commands=[("sh", "-c", "echo Operation not permitted >&2; exit 1"), ("true",)]
     )
     judged = judged_log(found)
-    assert judged.status is Status.UNKNOWN
+    assert judged.status is HealthStatus.UNKNOWN
     assert "Operation not permitted" in judged.found
     assert "it showed nothing" in judged.found
 
@@ -525,9 +528,9 @@ def test_gpus_are_asked_for_through_nvidia_smi(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     found = by_name(holdfast.check_gpus(compute=False))
     assert found["gpu 0"].found == "NVIDIA H200 answers"
-    assert {found[name].status for name in found if name.startswith("gpu 0")} == {Status.OK}
+    assert {found[name].status for name in found if name.startswith("gpu 0")} == {HealthStatus.OK}
     errors = found["gpu 1 memory errors"]
-    assert errors.status is Status.WARNING
+    assert errors.status is HealthStatus.WARNING
     assert "3 memory errors beyond correction" in errors.found
     assert "waits to be replaced" in errors.found
     assert "hot" in found["gpu 1 clocks"].found
@@ -538,7 +541,7 @@ def test_a_row_that_could_not_be_replaced_is_critical(
 ) -> None:
     with_smi(monkeypatch, nvidia_smi(tmp_path, [{}], remapped={"GPU-aaaa": ("No", "Yes")}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert by_name(holdfast.check_gpus(compute=False))["gpu 0 memory errors"].status is Status.CRITICAL
+    assert by_name(holdfast.check_gpus(compute=False))["gpu 0 memory errors"].status is HealthStatus.CRITICAL
 
 
 def test_fields_that_a_release_does_not_know_are_left_out(
@@ -559,7 +562,7 @@ def test_a_driver_that_hangs_is_critical_and_costs_its_deadline_only(
     began = time.monotonic()
     (found,) = gpu.check_gpus(compute=False, timeout=0.5)
     assert time.monotonic() - began < 10.0
-    assert found.status is Status.CRITICAL
+    assert found.status is HealthStatus.CRITICAL
 
 
 def test_a_driver_that_fails_is_critical_only_where_gpus_are_visible(
@@ -568,24 +571,26 @@ def test_a_driver_that_fails_is_critical_only_where_gpus_are_visible(
     """A CPU node may have the program without the driver."""
     with_smi(monkeypatch, nvidia_smi(tmp_path, [], fails="NVIDIA-SMI has failed"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert gpu.check_gpus(compute=False)[0].status is Status.CRITICAL
+    assert gpu.check_gpus(compute=False)[0].status is HealthStatus.CRITICAL
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu.check_gpus(compute=False)[0].status is Status.UNKNOWN
+    assert gpu.check_gpus(compute=False)[0].status is HealthStatus.UNKNOWN
 
 
 def test_a_gpu_that_is_not_listed_any_more_is_critical() -> None:
     one = Gpus(devices=[Gpu(index=0, bus="0000:3b:00")], source="nvidia-smi")
     found = by_name(gpu.judge_gpus(one, ["0", "1"]))
-    assert found["gpu count"].status is Status.CRITICAL
+    assert found["gpu count"].status is HealthStatus.CRITICAL
     named = by_name(gpu.judge_gpus(one, ["0", "1"], insist=False))
-    assert named["gpu count"].status is Status.WARNING, "somebody's wish in CUDA_VISIBLE_DEVICES is no proof"
+    assert named["gpu count"].status is HealthStatus.WARNING, (
+        "somebody's wish in CUDA_VISIBLE_DEVICES is no proof"
+    )
     lost = Gpus(devices=[Gpu(index=0, problem="GPU is lost")], source="nvml")
-    assert gpu.judge_gpus(lost, ["0"])[0].status is Status.CRITICAL
+    assert gpu.judge_gpus(lost, ["0"])[0].status is HealthStatus.CRITICAL
 
 
 def test_without_a_driver_there_is_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "present", lambda: False)
-    assert [one.status for one in holdfast.check_gpus()] == [Status.OK]
+    assert [one.status for one in holdfast.check_gpus()] == [HealthStatus.OK]
 
 
 def test_devices_have_the_names_that_the_launcher_gives_them() -> None:
@@ -597,8 +602,8 @@ def test_devices_have_the_names_that_the_launcher_gives_them() -> None:
 
 
 def test_heat_and_memory_errors_are_judged_apart() -> None:
-    assert judge_slowed("x", 0x1 | 0x4, 40.0).status is Status.OK, "idle and the power cap are everyday"
-    assert judge_slowed("x", None, 95.0).status is Status.WARNING
+    assert judge_slowed("x", 0x1 | 0x4, 40.0).status is HealthStatus.OK, "idle and the power cap are everyday"
+    assert judge_slowed("x", None, 95.0).status is HealthStatus.WARNING
     nothing = dict.fromkeys(("uncorrected", "ever", "remap_pending", "remap_failed", "retire_pending"))
     assert "ECC is off" in judge_memory_errors("x", **nothing).found  # type: ignore[arg-type]
 
@@ -616,22 +621,22 @@ def test_a_device_that_others_use_is_busy_and_only_a_wrong_answer_is_miscounting
         "x", right=False, gflops=0.0, problem="AcceleratorError: CUDA error: out of memory"
     )
     for one in (busy, crowded):
-        assert one.status is Status.WARNING
+        assert one.status is HealthStatus.WARNING
         assert "another program uses it" in one.found
         assert "drain" not in one.fix
     assert "100.0 MiB of its memory free" in busy.found
     failed = judge_computed("x", right=False, gflops=0.0, problem="RuntimeError: uncorrectable ECC error")
     wrong = judge_computed("x", right=False, gflops=90.0)
-    assert failed.status is wrong.status is Status.CRITICAL
+    assert failed.status is wrong.status is HealthStatus.CRITICAL
     assert "miscounts" not in failed.fix
     assert "miscounts" in wrong.fix
-    assert judge_computed("x", right=True, gflops=90.0).status is Status.OK
+    assert judge_computed("x", right=True, gflops=90.0).status is HealthStatus.OK
 
 
 def test_computing_without_a_gpu_says_so_and_hides_nothing() -> None:
     """The child process that would compute: here it finds no device, which on a GPU node is critical."""
     (found,) = gpu.check_compute(timeout=120.0)
-    assert found.status is Status.CRITICAL
+    assert found.status is HealthStatus.CRITICAL
     assert "no usable CUDA device" in found.found
 
 

@@ -13,9 +13,9 @@ from holdfast.config.sources import load
 from holdfast.health import gpu
 from holdfast.health.compute import keeps_computing
 from holdfast.health.gpu import AllComputed, Computed
-from holdfast.health.judgements import CheckResult, Status, judge_history, judge_memory_errors
+from holdfast.health.judgements import CheckResult, HealthStatus, judge_history, judge_memory_errors
 from holdfast.health.network import check_links, parse_nvlink
-from holdfast.health.trials import Answer
+from holdfast.health.trials import ProgramAnswer
 from holdfast.launch import gate as gate_module
 from holdfast.launch.gate import Gate
 from holdfast.record.directory import ControlDirectory
@@ -66,12 +66,12 @@ def test_ports_of_a_made_up_sysfs_are_judged(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_3", rate="200 Gb/sec (2X NDR)")
     found = by_name(check_links(tmp_path))
     assert (found["infiniband mlx5_0/1"].status, found["infiniband mlx5_0/1"].found) == (
-        Status.OK, "active at 400 Gb/s, no errors",
+        HealthStatus.OK, "active at 400 Gb/s, no errors",
     )  # fmt: skip
     assert found["infiniband mlx5_1/1"].found == "the link went down (link_downed 3)"
     assert found["infiniband mlx5_2/1"].found == "it is DOWN"
     assert found["infiniband mlx5_3/1"].found == "it runs at 200 Gb/s, another of this node at 400"
-    assert [one.status for one in found.values()] == [Status.OK, *[Status.WARNING] * 3]
+    assert [one.status for one in found.values()] == [HealthStatus.OK, *[HealthStatus.WARNING] * 3]
 
 
 def test_lanes_and_errors_of_the_bus_are_judged(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_lanes_and_errors_of_the_bus_are_judged(tmp_path: Path) -> None:
     slot(tmp_path, "0000:3b:00.1", kind="0x040300", width="1")
     found = by_name(check_links(tmp_path))
     assert set(found) == {"bus of gpu 0000:3b:00", "bus of gpu 0000:5e:00", "bus of adapter 0000:86:00"}
-    assert found["bus of gpu 0000:3b:00"].status is Status.OK
+    assert found["bus of gpu 0000:3b:00"].status is HealthStatus.OK
     assert found["bus of gpu 0000:5e:00"].found == "8 of 16 lanes"
     assert "2 errors that the bus could not get over" in found["bus of adapter 0000:86:00"].found
 
@@ -104,9 +104,9 @@ def test_what_nvidia_smi_tells_of_nvlink_is_read(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = by_name(check_links(tmp_path))
     assert (found["nvlink of GPU 0"].status, found["nvlink of GPU 0"].found) == (
-        Status.WARNING, "link 0 recovery errors 2",
+        HealthStatus.WARNING, "link 0 recovery errors 2",
     )  # fmt: skip
-    assert found["nvlink of GPU 1"].status is Status.OK
+    assert found["nvlink of GPU 1"].status is HealthStatus.OK
     assert parse_nvlink("no such thing") == {}
 
 
@@ -114,16 +114,16 @@ def test_what_nvidia_smi_tells_of_nvlink_is_read(tmp_path: Path, monkeypatch: py
 
 
 def test_memory_errors_above_the_limit_are_critical() -> None:
-    def judged(count: int, limit: int) -> Status:
+    def judged(count: int, limit: int) -> HealthStatus:
         return judge_memory_errors(
             "x", uncorrected=count, ever=count, remap_pending=False, remap_failed=False, retire_pending=None,
             limit=limit,
         ).status  # fmt: skip
 
     assert [judged(count, 4) for count in (0, 1, 4, 5)] == [
-        Status.OK, Status.WARNING, Status.WARNING, Status.CRITICAL,
+        HealthStatus.OK, HealthStatus.WARNING, HealthStatus.WARNING, HealthStatus.CRITICAL,
     ]  # fmt: skip
-    assert judged(1, 0) is Status.CRITICAL
+    assert judged(1, 0) is HealthStatus.CRITICAL
 
 
 HOUR = 3600.0
@@ -134,14 +134,14 @@ HOUR = 3600.0
     [
         ([], None),
         ([(0.0, 31), (HOUR, 43), (2 * HOUR, 13)], None),
-        ([(0.0, 79)], Status.WARNING),
-        ([(float(second), 74) for second in range(50)], Status.WARNING),
-        ([(0.0, 48), (HOUR, 48), (2 * HOUR, 95)], Status.CRITICAL),
-        ([(0.0, 109), (HOUR, 109), (2 * HOUR, 109)], Status.WARNING),
+        ([(0.0, 79)], HealthStatus.WARNING),
+        ([(float(second), 74) for second in range(50)], HealthStatus.WARNING),
+        ([(0.0, 48), (HOUR, 48), (2 * HOUR, 95)], HealthStatus.CRITICAL),
+        ([(0.0, 109), (HOUR, 109), (2 * HOUR, 109)], HealthStatus.WARNING),
     ],
 )
 def test_only_several_incidents_of_the_hardware_keep_a_device_s_node_out(
-    errors: list[tuple[float, int]], status: Status | None
+    errors: list[tuple[float, int]], status: HealthStatus | None
 ) -> None:
     """A program's bug, one incident that is logged fifty times, and what leaves it open do not."""
     found = judge_history("0", errors)
@@ -180,7 +180,9 @@ def computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, li
         asked.append(devices)
         return [
             CheckResult(
-                name=f"gpu {one} compute", status=Status.CRITICAL if one in wrong else Status.OK, found="it"
+                name=f"gpu {one} compute",
+                status=HealthStatus.CRITICAL if one in wrong else HealthStatus.OK,
+                found="it",
             )
             for one in devices
         ]
@@ -259,17 +261,17 @@ def test_a_torch_without_cuda_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) 
     """Whoever trains on the CPU of a node with devices does not use them; what the child says is its own."""
     said = {}
 
-    def ask(command: list[str], timeout: float, environ: dict[str, str] | None) -> Answer:
+    def ask(command: list[str], timeout: float, environ: dict[str, str] | None) -> ProgramAnswer:
         said.update(environ or {})
-        return Answer(code=0, out=msgspec.json.encode(answer).decode())
+        return ProgramAnswer(code=0, out=msgspec.json.encode(answer).decode())
 
     monkeypatch.setattr(gpu, "ask", ask)
     answer = AllComputed(problem="torch sees no usable CUDA device", cuda=False)
-    assert [one.status for one in gpu.check_compute(devices=["2", "3"])] == [Status.UNKNOWN]
+    assert [one.status for one in gpu.check_compute(devices=["2", "3"])] == [HealthStatus.UNKNOWN]
     assert said["CUDA_VISIBLE_DEVICES"] == "2,3"
     answer = AllComputed(problem="torch sees no usable CUDA device", cuda=True)
-    assert [one.status for one in gpu.check_compute(devices=["2", "3"])] == [Status.CRITICAL]
+    assert [one.status for one in gpu.check_compute(devices=["2", "3"])] == [HealthStatus.CRITICAL]
     answer = AllComputed(devices=[Computed(index=0, right=True), Computed(index=1, right=False)])
     assert [(one.name, one.status) for one in gpu.check_compute(devices=["2", "3"])] == [
-        ("gpu 2 compute", Status.OK), ("gpu 3 compute", Status.CRITICAL),
+        ("gpu 2 compute", HealthStatus.OK), ("gpu 3 compute", HealthStatus.CRITICAL),
     ]  # fmt: skip

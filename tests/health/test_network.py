@@ -24,8 +24,8 @@ from holdfast.health.connections import (
     partner,
     round_count,
 )
-from holdfast.health.judgements import CheckResult, Status
-from holdfast.health.network import Listener, Node, local_checks, meet_all, network_seconds, resolve
+from holdfast.health.judgements import CheckResult, HealthStatus
+from holdfast.health.network import Node, ProbeListener, local_checks, meet_all, network_seconds, resolve
 from holdfast.journal.events import HealthFailed
 from holdfast.launch import gate as gate_module
 from holdfast.launch.gate import Gate
@@ -61,7 +61,7 @@ class Meeting:
     """Nodes of one process, each with a listener of its own; real connections over the loopback."""
 
     def __init__(self, count: int) -> None:
-        self.listeners = [Listener("127.0.0.1", TOKEN) for _ in range(count)]
+        self.listeners = [ProbeListener("127.0.0.1", TOKEN) for _ in range(count)]
         self.nodes = [
             Node(name=f"n{i}", host=f"n{i}", address="127.0.0.1", port=one.port)
             for i, one in enumerate(self.listeners)
@@ -101,12 +101,12 @@ def test_a_node_that_cannot_be_reached_costs_its_own_pairs_only(monkeypatch: pyt
     for rank in (0, 1, 2):
         assert {one.b for one in found[rank] if one.problem} == {"n3"}
     results = network.judge_reached("eth0", found[0])
-    assert results[0].status is Status.CRITICAL
+    assert results[0].status is HealthStatus.CRITICAL
     assert "1 node cannot be reached over eth0: n3: connecting: Connection refused" in results[0].found
 
 
 def test_who_does_not_know_the_token_is_not_heard() -> None:
-    listener = Listener("127.0.0.1", TOKEN)
+    listener = ProbeListener("127.0.0.1", TOKEN)
     with socket.create_connection(("127.0.0.1", listener.port), 5) as stranger:
         stranger.sendall(network._HELLO.pack(b"x" * network.TOKEN, 0, 0))
         stranger.settimeout(10)
@@ -179,16 +179,16 @@ def test_a_slow_node_is_found_among_the_pairs() -> None:
     names = [f"n{i}" for i in range(6)]
     every = [pair(a, b, 1.0 if "n4" in (a, b) else 10.0) for a in names for b in names if a < b]
     found = judge_pairs(every)
-    assert (found.status, "n4 is part of 5 of them" in found.found) == (Status.WARNING, True)
+    assert (found.status, "n4 is part of 5 of them" in found.found) == (HealthStatus.WARNING, True)
     assert "n4" in found.fix
-    assert judge_pairs([pair(a, b, 10.0) for a in names for b in names if a < b]).status is Status.OK
-    assert judge_pairs([pair("a", "b", 0, "no route")]).status is Status.UNKNOWN
+    assert judge_pairs([pair(a, b, 10.0) for a in names for b in names if a < b]).status is HealthStatus.OK
+    assert judge_pairs([pair("a", "b", 0, "no route")]).status is HealthStatus.UNKNOWN
 
 
 def test_a_wrong_or_missing_sum_is_critical() -> None:
     bad = judge_all_reduce("gloo", 3, seconds=0, size=4, problem="a WRONG sum: 1.0 instead of 6.0")
     good = judge_all_reduce("gloo", 2, seconds=0.001, size=10**6, problem="")
-    assert (bad.status, good.status) == (Status.CRITICAL, Status.OK)
+    assert (bad.status, good.status) == (HealthStatus.CRITICAL, HealthStatus.OK)
     assert good.found == "2 nodes have the right sum after 1 ms, 1 GB/s on the bus"
 
 
@@ -201,48 +201,50 @@ def test_an_interface_that_is_named_and_not_there_is_critical(tmp_path: Path) ->
     (sysfs / "lo").mkdir(parents=True)
     (sysfs / "lo" / "operstate").write_text("unknown\n")
     found = named(local_checks({"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "lo"}, sysfs))
-    assert found["network interface eth9"].status is Status.CRITICAL
+    assert found["network interface eth9"].status is HealthStatus.CRITICAL
     assert "GLOO_SOCKET_IFNAME names it, and it is not there" in found["network interface eth9"].found
     assert (found["network interface lo"].status, found["network interface lo"].found) == (
-        Status.OK,
+        HealthStatus.OK,
         "127.0.0.1",
     )
     (sysfs / "lo" / "operstate").write_text("down\n")
     down = named(local_checks({"NCCL_SOCKET_IFNAME": "=lo"}, sysfs))["network interface lo"]
-    assert (down.status, "is down" in down.found) == (Status.CRITICAL, True)
+    assert (down.status, "is down" in down.found) == (HealthStatus.CRITICAL, True)
     assert "network interface lo" not in named(local_checks({"NCCL_SOCKET_IFNAME": "^lo"}, sysfs))
 
 
 def test_ports_and_names(tmp_path: Path) -> None:
     ports = tmp_path / "range"
     ports.write_text("60000\t60999\n")
-    assert named(local_checks({}, ports=ports))["network ports"].status is Status.WARNING
-    assert judge_ports(32768, 60999, "Address already in use").status is Status.CRITICAL
+    assert named(local_checks({}, ports=ports))["network ports"].status is HealthStatus.WARNING
+    assert judge_ports(32768, 60999, "Address already in use").status is HealthStatus.CRITICAL
     assert set(resolve(["localhost", "no-such-host.invalid"])) == {"no-such-host.invalid"}
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "status", "said"),
     [
-        ("lustre", ["rw", "flock"], Status.OK, "is on Lustre; a directory's stripe count"),
-        ("nfs4", ["rw", "hard"], Status.OK, "is on NFS; other nodes see a new name"),
-        ("nfs", ["rw", "soft"], Status.WARNING, "mounted `soft`"),
-        ("gpfs", ["rw"], Status.OK, "is on GPFS; quotas"),
-        ("overlay", ["rw"], Status.WARNING, "lost with the container"),
-        ("tmpfs", ["rw"], Status.WARNING, "lost with the next reboot"),
-        ("ext4", ["ro"], Status.WARNING, "mounted read-only"),
-        ("fuse.s3fs", ["rw"], Status.WARNING, "renames may not be one step"),
-        ("ext4", ["rw"], Status.OK, "is on ext4"),
+        ("lustre", ["rw", "flock"], HealthStatus.OK, "is on Lustre; a directory's stripe count"),
+        ("nfs4", ["rw", "hard"], HealthStatus.OK, "is on NFS; other nodes see a new name"),
+        ("nfs", ["rw", "soft"], HealthStatus.WARNING, "mounted `soft`"),
+        ("gpfs", ["rw"], HealthStatus.OK, "is on GPFS; quotas"),
+        ("overlay", ["rw"], HealthStatus.WARNING, "lost with the container"),
+        ("tmpfs", ["rw"], HealthStatus.WARNING, "lost with the next reboot"),
+        ("ext4", ["ro"], HealthStatus.WARNING, "mounted read-only"),
+        ("fuse.s3fs", ["rw"], HealthStatus.WARNING, "renames may not be one step"),
+        ("ext4", ["rw"], HealthStatus.OK, "is on ext4"),
     ],
 )
 def test_file_systems_are_named_with_what_matters(
-    kind: str, options: list[str], status: Status, said: str
+    kind: str, options: list[str], status: HealthStatus, said: str
 ) -> None:
     found = judge_file_system("the run directory", "/fs/run", kind, options, kept=True)
-    assert (found.status, said in found.found, bool(found.fix)) == (status, True, status is not Status.OK), (
-        found
-    )
-    assert judge_file_system("x", "/shm", "tmpfs", [], kept=False).status is Status.OK
+    assert (found.status, said in found.found, bool(found.fix)) == (
+        status,
+        True,
+        status is not HealthStatus.OK,
+    ), found
+    assert judge_file_system("x", "/shm", "tmpfs", [], kept=False).status is HealthStatus.OK
 
 
 def test_a_wrong_endpoint_is_refused() -> None:

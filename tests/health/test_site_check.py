@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.config.sources import load
 from holdfast.errors import ExitCode
-from holdfast.health.judgements import Status
+from holdfast.health.judgements import HealthStatus
 from holdfast.health.trials import run_site_command
 from holdfast.journal import events
 from holdfast.journal.events import HealthFailed
@@ -26,20 +26,20 @@ from kit.runs import journalled
 @pytest.mark.parametrize(
     ("line", "status", "said"),
     [
-        ("echo 17 checks passed", Status.OK, "ended with 0: 17 checks passed"),
+        ("echo 17 checks passed", HealthStatus.OK, "ended with 0: 17 checks passed"),
         (
             "echo fan 3 stands still; echo 'on stderr' >&2; exit 7",
-            Status.CRITICAL,
+            HealthStatus.CRITICAL,
             "ended with 7: fan 3 stands still on stderr",
         ),
-        ("echo no sensor; exit 3", Status.WARNING, "ended with 3: no sensor (it could not tell)"),
-        ("kill -9 $$", Status.CRITICAL, "was ended by signal 9"),
-        ("no-such-check-anywhere", Status.CRITICAL, "ended with 127"),
-        ("printf 'a\\033[31mb'; exit 1", Status.CRITICAL, "ended with 1: a\\x1b[31mb"),
-        ("exec >&- 2>&-; exit 0", Status.OK, "ended with 0"),
+        ("echo no sensor; exit 3", HealthStatus.WARNING, "ended with 3: no sensor (it could not tell)"),
+        ("kill -9 $$", HealthStatus.CRITICAL, "was ended by signal 9"),
+        ("no-such-check-anywhere", HealthStatus.CRITICAL, "ended with 127"),
+        ("printf 'a\\033[31mb'; exit 1", HealthStatus.CRITICAL, "ended with 1: a\\x1b[31mb"),
+        ("exec >&- 2>&-; exit 0", HealthStatus.OK, "ended with 0"),
     ],
 )
-def test_its_end_is_the_answer_and_its_words_are_told(line: str, status: Status, said: str) -> None:
+def test_its_end_is_the_answer_and_its_words_are_told(line: str, status: HealthStatus, said: str) -> None:
     found = run_site_command(line, 20.0)
     assert (found.status, found.found.startswith(said)) == (status, True), found
 
@@ -48,7 +48,7 @@ def test_a_check_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path
     began = time.monotonic()
     found = run_site_command(f"sleep 300 & echo $! > {tmp_path}/pid; echo waiting; sleep 300", 0.5)
     assert time.monotonic() - began < 10.0
-    assert found.status is Status.CRITICAL
+    assert found.status is HealthStatus.CRITICAL
     assert found.found == "did not end within 0.5 s (health.command_timeout) and was killed: waiting"
     child = int((tmp_path / "pid").read_text())
     wait_until(lambda: not _runs(child), 10, "its child is gone")
@@ -57,7 +57,7 @@ def test_a_check_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path
 def test_a_child_that_stays_behind_is_not_waited_for_and_ends(tmp_path: Path) -> None:
     began = time.monotonic()
     found = run_site_command(f"sleep 300 & echo $! > {tmp_path}/pid; exit 0", 60.0)
-    assert (found.status, time.monotonic() - began < 20.0) == (Status.OK, True)
+    assert (found.status, time.monotonic() - began < 20.0) == (HealthStatus.OK, True)
     child = int((tmp_path / "pid").read_text())
     wait_until(lambda: not _runs(child), 10, "its child is gone")
 

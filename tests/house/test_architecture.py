@@ -114,6 +114,16 @@ def test_a_front_lists_nothing_that_nobody_takes() -> None:
         assert not needless, f"{front} lists what nobody takes: {sorted(needless)}"
 
 
+def test_one_name_is_one_class() -> None:
+    """A word of the glossary, or any other, names one thing wherever it is read."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
 def pure_modules() -> list[Path]:
     found = [SOURCE / one for one in PURE]
     return [file for path in found for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])]

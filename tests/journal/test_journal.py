@@ -23,7 +23,7 @@ from holdfast.journal import EVENT_NAMES, AnyEvent, Event, Unknown, condense, ev
 from holdfast.journal import writer as writers
 from holdfast.journal.events import (
     AttemptEnded,
-    Decision,
+    DecisionMade,
     RejectedOption,
     StepsDone,
     Warned,
@@ -203,15 +203,15 @@ def test_an_unusable_directory_does_not_raise_and_is_reported_once_writing_works
 def test_values_that_json_cannot_carry_do_not_raise(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, "agent-a", 1)
     writer.write(WorkerFailed(rank=0, node="a", pid=1, exit_code=1, message="bad bytes \udcff here"))
-    writer.write(Decision(about="x", chosen="y", evidence=[], details={"path": Path("p"), "big": 2**80}))
+    writer.write(DecisionMade(about="x", chosen="y", evidence=[], details={"path": Path("p"), "big": 2**80}))
     loop: list[object] = []
     loop.append(loop)
-    writer.write(Decision(about="x", chosen="endless", evidence=[], details={"loop": loop}))
+    writer.write(DecisionMade(about="x", chosen="endless", evidence=[], details={"loop": loop}))
     writer.write(Warned(message="after"))
     first, second, lost, last = [line.body for line in read_journal(tmp_path)]
     assert isinstance(first, WorkerFailed)
     assert first.message == "bad bytes \\udcff here"
-    assert isinstance(second, Decision)
+    assert isinstance(second, DecisionMade)
     assert second.details["path"] == "p"
     assert (lost, last) == (Warned(message="1 earlier events could not be written"), Warned(message="after"))
 

@@ -10,7 +10,7 @@ from holdfast.journal import condense
 from holdfast.journal.events import FunctionRestarted, RestartFaulted, RestartPlanned
 from holdfast.policy.diagnosis import is_symptom
 from holdfast.policy.evidence import Fault, FaultKind
-from holdfast.restart.messages import Over, OverKind, Plan, faulted, handed_over, planned
+from holdfast.restart.messages import IterationPlan, Over, OverKind, faulted, handed_over, planned
 from kit.journals import Journal, name_of
 
 GLOO = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
@@ -19,7 +19,7 @@ GLOO = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
 def restarted(journal: Journal, *faults: Fault, resume: tuple[str, int], takes: float = 0.2) -> None:
     """A function starts again in place, without the launcher: the next attempt tells what ended the last."""
     ended = journal.attempt
-    plan = Plan(iteration=ended, order=[0, 1], faults=list(faults), reason="1 of 3 restarts used")
+    plan = IterationPlan(iteration=ended, order=[0, 1], faults=list(faults), reason="1 of 3 restarts used")
     told = [
         *(faulted(fault, ended - 1, ended) for fault in faults),
         planned(plan, [0, 1], journal.now, ended),
@@ -79,7 +79,9 @@ def test_under_the_launcher_its_decision_and_the_plan_are_told_together() -> Non
     fault = Fault(member=2, rank=1, node="b", kind=FaultKind.SOFT_TIMEOUT, detail="no progress", at=run.now)
     run.write(faulted(fault, 0, ended=1), "agent-a")
     run.recover("restart")
-    run.write(planned(Plan(iteration=1, order=[0, 3], faults=[fault]), [0, 2], run.now, 1), "agent-a")
+    run.write(
+        planned(IterationPlan(iteration=1, order=[0, 3], faults=[fault]), [0, 2], run.now, 1), "agent-a"
+    )
     (incident,) = incidents_of(run.lines)
     assert incident.what == "rank 1 on b stood still: no progress"
     assert incident.decision == "restart; in place, with 2 ranks"
@@ -91,7 +93,9 @@ def test_a_plan_says_who_is_new_and_how_long_it_took() -> None:
         Fault(member=1, rank=1, kind=FaultKind.LOST, at=100.0),
         Fault(member=4, kind=FaultKind.LATE, at=0.0),
     ]
-    plan = Plan(iteration=3, order=[0, 5, 2], reserves=[6], faults=faults, reason="within the budget")
+    plan = IterationPlan(
+        iteration=3, order=[0, 5, 2], reserves=[6], faults=faults, reason="within the budget"
+    )
     event = planned(plan, [0, 1, 2], 100.25, ended=7)
     assert (event.world_size, event.order, event.promoted, event.reserves) == (3, [0, 5, 2], [5], [6])
     assert (event.seconds, event.ended) == (0.25, 7)
@@ -100,7 +104,7 @@ def test_a_plan_says_who_is_new_and_how_long_it_took() -> None:
         "restart in place: iteration 3 with 3 ranks and 1 reserve, planned 250 ms after the fault"
     )
     assert shown.details == ["because within the budget", "promoted: process 5 as rank 1"]
-    same = planned(Plan(iteration=1, order=[0, 1]), [0, 1], 5.0)
+    same = planned(IterationPlan(iteration=1, order=[0, 1]), [0, 1], 5.0)
     assert (same.order, same.promoted, same.seconds) == ([], [], 0.0), "nothing that goes without saying"
     regained = RestartPlanned(iteration=2, world_size=2, promoted=[1])
     assert regained.render().details == ["promoted: process 1 as rank 1"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.journal import Event, Line, Unknown, events
+from holdfast.journal import Event, JournalLine, Unknown, events
 from holdfast.journal.events import SaveLines
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch import terminal
@@ -216,7 +216,7 @@ def test_the_last_line_says_what_was_met_and_never_waits_for_long(
     assert said == ["finished: 7 steps, no incident"]
     released = threading.Event()
 
-    def stuck(self: SavesTold, since: int) -> list[Line]:
+    def stuck(self: SavesTold, since: int) -> list[JournalLine]:
         released.wait(60)
         return []
 

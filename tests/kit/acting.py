@@ -104,8 +104,8 @@ class Place:
         lines = read_journal(self.cwd / "run" / "journal")
         return [line.body for line in lines if isinstance(line.body, kind)]
 
-    def decisions(self) -> list[events.Decision]:
-        return [one for one in self.journalled(events.Decision) if one.about == "recovery"]
+    def decisions(self) -> list[events.DecisionMade]:
+        return [one for one in self.journalled(events.DecisionMade) if one.about == "recovery"]
 
     def told(self) -> list[LaunchInfo]:
         """What each attempt's rank 0 was told by the launcher."""

@@ -12,7 +12,7 @@ import pytest
 from holdfast.base.files import replace_atomic
 from holdfast.process.identity import this_process
 from holdfast.record.directory import ControlDirectory, create_record
-from holdfast.record.lease import Beat, Claim, Fence, claim
+from holdfast.record.lease import Claim, Fence, LeaseBeat, claim
 from holdfast.record.standing import StandingBook
 
 
@@ -49,7 +49,7 @@ def held_elsewhere(control: ControlDirectory, *, epoch: int = 1, ttl: float = 0.
 
 
 def beat(control: ControlDirectory, *, epoch: int = 1, count: int = 1, at: float | None = None) -> None:
-    record = Beat(count=count, at=time.time() if at is None else at)
+    record = LeaseBeat(count=count, at=time.time() if at is None else at)
     replace_atomic(control.lease / f"{epoch:08d}.beat", msgspec.json.encode(record), durable=False)
 
 

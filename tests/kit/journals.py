@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 
 from holdfast.checkpoint.format.manifest import CheckpointName, derive_id
-from holdfast.journal import Event, Line
+from holdfast.journal import Event, JournalLine
 from holdfast.journal.events import (
     AttemptEnded,
     AttemptStarted,
-    Decision,
+    DecisionMade,
     LeaseClaimed,
     RejectedOption,
     Resumed,
@@ -46,13 +46,13 @@ class Journal:
     def __init__(self, at: float = START) -> None:
         self.now = at
         self.attempt = 0
-        self.lines: list[Line] = []
+        self.lines: list[JournalLine] = []
         self._seq: dict[tuple[str, int], int] = {}
 
-    def write(self, event: Event, who: str = "rank-0", attempt: int | None = None) -> Line:
+    def write(self, event: Event, who: str = "rank-0", attempt: int | None = None) -> JournalLine:
         number = self.attempt if attempt is None else attempt
         seq = self._seq[who, number] = self._seq.get((who, number), -1) + 1
-        line = Line(v=1, at=self.now, who=who, attempt=number, seq=seq, body=event)  # type: ignore[arg-type]
+        line = JournalLine(v=1, at=self.now, who=who, attempt=number, seq=seq, body=event)  # type: ignore[arg-type]
         self.lines.append(line)
         return line
 
@@ -79,7 +79,7 @@ class Journal:
         for name in rejected:
             self.write(RungRejected(checkpoint=name, step=int(name[5:13]), reasons=[ALTERED]))
         self.write(
-            Decision(
+            DecisionMade(
                 about="resume",
                 chosen=checkpoint or "fresh start",
                 evidence=["4 files match their digests"] if checkpoint else ["the run has no checkpoint"],
@@ -126,7 +126,7 @@ class Journal:
         details = {} if root is None else {"root_rank": root}
         rejected = [RejectedOption("stop", ["the budget is not spent"])]
         self.write(
-            Decision(about="recovery", chosen=chosen, evidence=[why], rejected=rejected, details=details),
+            DecisionMade(about="recovery", chosen=chosen, evidence=[why], rejected=rejected, details=details),
             "agent-a",
         )
         return self.end("failed", 1, last_step)

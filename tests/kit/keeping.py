@@ -14,7 +14,7 @@ from torch.distributed import HashStore, Store
 from holdfast.config.sections import InProcessSettings
 from holdfast.policy.evidence import Fault
 from holdfast.restart.keeper import Keeper
-from holdfast.restart.messages import End, Next, Plan, end_key, gone_key, plan_key, text
+from holdfast.restart.messages import End, IterationPlan, Next, end_key, gone_key, plan_key, text
 from kit.harness import Job, job, wait_until
 
 NODE = "here"
@@ -94,7 +94,7 @@ def member(keeper: Keeper, number: int, home: Path, body: str = LIVES) -> Iterat
 
 
 def say_plan(store: Store, order: list[int], reserves: list[int] | None = None, iteration: int = 0) -> None:
-    plan = Plan(iteration=iteration, order=order, reserves=reserves or [])
+    plan = IterationPlan(iteration=iteration, order=order, reserves=reserves or [])
     store.set(plan_key(iteration), text(plan))
 
 

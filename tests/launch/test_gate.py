@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.config.sources import load
 from holdfast.errors import ExitCode
-from holdfast.health.judgements import CheckResult, Status
+from holdfast.health.judgements import CheckResult, HealthStatus
 from holdfast.journal import events
 from holdfast.journal.events import HealthFailed
 from holdfast.launch import gate as gate_module
@@ -125,7 +125,7 @@ def test_an_xid_during_the_attempt_accuses_the_device(tmp_path: Path, xid: int) 
     control = ControlDirectory.open(tmp_path / "run")
     (error,) = device_errors_of(control, 1)
     assert (error.node, error.device, error.xid) == ("here", "0", xid)
-    (decision,) = journalled(control.path.parent, events.Decision)
+    (decision,) = journalled(control.path.parent, events.DecisionMade)
     assert any(f"XID {xid}" in text for text in decision.evidence), decision.evidence
     begun = (tmp_path / "log").read_text().split()
     if xid == 79:
@@ -140,9 +140,9 @@ def test_an_xid_during_the_attempt_accuses_the_device(tmp_path: Path, xid: int) 
 # --- its parts ----------------------------------------------------------------------------------------------
 
 
-BAD = CheckResult(name="open files", status=Status.CRITICAL, found="a limit of 8", fix="raise it")
-ODD = CheckResult(name="shared memory", status=Status.WARNING, found="64 MiB", fix="--shm-size")
-DARK = CheckResult(name="kernel log", status=Status.UNKNOWN, found="cannot be read")
+BAD = CheckResult(name="open files", status=HealthStatus.CRITICAL, found="a limit of 8", fix="raise it")
+ODD = CheckResult(name="shared memory", status=HealthStatus.WARNING, found="64 MiB", fix="--shm-size")
+DARK = CheckResult(name="kernel log", status=HealthStatus.UNKNOWN, found="cannot be read")
 
 
 class Looking:

@@ -24,7 +24,7 @@ from holdfast.journal.reader import read_journal
 from holdfast.launch import in_place
 from holdfast.launch.in_place import Desk, InProcess
 from holdfast.launch.monitor import Learner, Monitor
-from holdfast.launch.nodes.attempt import Announcement, Attempt, Place
+from holdfast.launch.nodes.attempt import Attempt, AttemptAnnouncement, RoundPlace
 from holdfast.launch.workers.orphans import Workers
 from holdfast.policy.evidence import Fault, FaultKind
 from holdfast.policy.timeouts import Limits
@@ -32,7 +32,7 @@ from holdfast.record.attempts import FailureRecord
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.secret import SealedStore, run_secret
 from holdfast.restart.conductor import Denied, Granted, Restart
-from holdfast.restart.messages import PREFIX, End, EndKind, Over, OverKind, Plan, end_key, plan_key
+from holdfast.restart.messages import PREFIX, End, EndKind, IterationPlan, Over, OverKind, end_key, plan_key
 from holdfast.restart.records import as_evidence
 from kit.harness import wait_until
 
@@ -44,10 +44,10 @@ class Node:
 
     def __init__(self, place: Path, store: TCPStore, settings: InProcessSettings) -> None:
         self.control, _ = ControlDirectory.open_or_create(place / "run")
-        told = Announcement(
+        told = AttemptAnnouncement(
             run=self.control.run_id, attempt=4, epoch=7, master_addr="127.0.0.1", master_port=store.port
         )
-        at = Place(node="b", group_rank=1, nodes=2, world_size=2)
+        at = RoundPlace(node="b", group_rank=1, nodes=2, world_size=2)
         sealed = SealedStore(store, run_secret(self.control), self.control.run_id, "round")
         self.attempt = Attempt(self.control, at, "launch", told, sealed)
         self.monitor = Monitor(place / "monitor", Limits())
@@ -66,7 +66,9 @@ class Node:
         self.kept.look()
 
     def plan(self, number: int, order: list[int], reserves: list[int], **launch: object) -> None:
-        self.say(plan_key(number), Plan(iteration=number, order=order, reserves=reserves, launch=launch))
+        self.say(
+            plan_key(number), IterationPlan(iteration=number, order=order, reserves=reserves, launch=launch)
+        )
 
     def close(self) -> None:
         self.kept.close()

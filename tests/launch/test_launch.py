@@ -116,7 +116,7 @@ def test_gloo_works_after_each_of_three_restarts(tmp_path: Path) -> None:
         ("failed", -9, "infrastructure"),
         ("finished", 0, ""),
     ]
-    decisions = journalled(tmp_path, events.Decision)
+    decisions = journalled(tmp_path, events.DecisionMade)
     assert [(d.chosen, d.details["root_rank"], d.details["restarts_left"]) for d in decisions] == [
         ("restart", 1, 2),
         ("restart", 1, 1),
@@ -268,7 +268,7 @@ def test_each_end_is_told_from_the_others_by_what_the_rank_left(tmp_path: Path) 
         ("failed", 1, "infrastructure"),
         ("finished", 0, ""),
     ]
-    decisions = journalled(tmp_path, events.Decision)
+    decisions = journalled(tmp_path, events.DecisionMade)
     assert [(d.chosen, d.details["root_rank"]) for d in decisions] == [("restart", 1)] * 3
     assert "1 of 2 ranks failed in their first lines" in decisions[0].evidence
     assert "on all ranks alike" not in result.err
@@ -295,7 +295,7 @@ def test_a_rank_that_leaves_with_0_before_its_peers_is_named_and_not_tried_for_l
     assert f"rank 1 on {node} left with exit code 0 before its peers were done" in result.err
     assert re.search(r"rank 1 .* left with exit code 0 at [\d:]+ UTC, \d\.\d s before its peers", result.err)
     assert re.search(r"done: stopped: .* \(exit code 1\)", result.err)
-    decision = journalled(tmp_path, events.Decision)[-1]
+    decision = journalled(tmp_path, events.DecisionMade)[-1]
     assert decision.details["root_rank"] == 1
     assert "rank 0 then lost its peer" in decision.evidence
     shown = finish(holdfast("status", "run"), cwd=tmp_path, timeout=60)
@@ -556,7 +556,7 @@ def test_two_agents_restart_together_after_a_worker_of_one_is_killed(tmp_path: P
         [2, 0, 2, 1],
         [2, 1, 2, 1],
     ]
-    decisions = journalled(tmp_path, events.Decision)
+    decisions = journalled(tmp_path, events.DecisionMade)
     assert len(decisions) == 1, "one decision for both"
     assert decisions[0].details["root_rank"] == 1
     assert [end and (end.outcome, end.exit_code) for end in end_records(tmp_path)] == [
@@ -930,8 +930,8 @@ def test_a_node_that_cannot_take_part_stays_until_the_leader_has_read_why(tmp_pa
     base = HashStore()
     store = SealedStore(base, run_secret(mine), mine.run_id, "round")
     theirs = SealedStore(base, b"another secret", "another", "round")
-    place = attempts.Place(node="b", group_rank=1, nodes=2, world_size=2)
-    told = attempts.Announcement(run="another", attempt=1, epoch=1)
+    place = attempts.RoundPlace(node="b", group_rank=1, nodes=2, world_size=2)
+    told = attempts.AttemptAnnouncement(run="another", attempt=1, epoch=1)
     theirs.set(attempts.ANNOUNCEMENT, msgspec.json.encode(told).decode())
     ended: list[BaseException] = []
 

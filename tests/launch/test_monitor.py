@@ -22,18 +22,18 @@ from holdfast.launch import monitor as monitors
 from holdfast.launch.incident.inquest import Questions
 from holdfast.launch.monitor import Learner, Monitor
 from holdfast.policy.signs import activity
-from holdfast.policy.timeouts import Learned, Standing
+from holdfast.policy.timeouts import Learned, StillRunning
 from holdfast.process import PACKET_LIMIT
 from holdfast.record.directory import ControlDirectory
 from holdfast.train.beats import (
     ANSWER_LIMIT,
     MOST_INSIDE,
-    Answer,
+    AnswerPart,
     FromRank,
     Halted,
     Hello,
     State,
-    Wish,
+    StopWish,
 )
 from kit.harness import REPO, Job, job, python, wait_until
 from kit.watching import FAR, PRELUDE, Rank, handover, heard, limits, speaking, watching
@@ -275,16 +275,16 @@ beats.close()
         with contextlib.closing(channel):
             wait_until((tmp_path / "said").exists, 60, "the rank has said it")
             channel.settimeout(20)
-            words: list[Wish | Halted] = []
+            words: list[StopWish | Halted] = []
             while len(words) < 2:
                 message = msgspec.msgpack.decode(channel.recv(PACKET_LIMIT), type=FromRank)
-                words += [message] if isinstance(message, Wish | Halted) else []
-            assert words == [Wish("SIGTERM to rank 0", signal="SIGTERM"), Halted(7)]
+                words += [message] if isinstance(message, StopWish | Halted) else []
+            assert words == [StopWish("SIGTERM to rank 0", signal="SIGTERM"), Halted(7)]
             (tmp_path / "heard").touch()
             assert rank.wait(30).code == 0
             rest = iter(lambda: channel.recv(PACKET_LIMIT), b"")
             said = [msgspec.msgpack.decode(data, type=FromRank) for data in rest]
-            assert not any(isinstance(message, Wish | Halted) for message in said), "each of them once"
+            assert not any(isinstance(message, StopWish | Halted) for message in said), "each of them once"
 
 
 def test_a_rank_outlives_its_monitor(tmp_path: Path) -> None:
@@ -506,13 +506,13 @@ def test_a_question_ends_whatever_the_rank_does(tmp_path: Path) -> None:
 def test_an_answer_without_end_is_refused() -> None:
     questions = Questions()
     number = questions.put(0)
-    questions.take(1, Answer(number, 0, 1, b"of another rank"))
+    questions.take(1, AnswerPart(number, 0, 1, b"of another rank"))
     for index in range(ANSWER_LIMIT >> 20):
-        questions.take(0, Answer(number, index, 10_000, bytes(1 << 20)))
+        questions.take(0, AnswerPart(number, index, 10_000, bytes(1 << 20)))
     with pytest.raises(ValueError, match="more than"):
-        questions.take(0, Answer(number, 9_999, 10_000, b"x"))
+        questions.take(0, AnswerPart(number, 9_999, 10_000, b"x"))
     with pytest.raises(ValueError, match="part 3 of 2"):
-        questions.take(0, Answer(number, 3, 2, b""))
+        questions.take(0, AnswerPart(number, 3, 2, b""))
     assert questions.await_answer(number, 0.0) is None
     assert not questions.any()
 
@@ -692,7 +692,7 @@ def test_a_script_of_which_nobody_says_hello_is_left_alone(tmp_path: Path) -> No
         watch.begin({0: silent.pid})
         wait_until(lambda: watch.standing("n").in_time is None, 60, "the initial limit is over")
         assert watch.overdue() == []
-        assert watch.standing("n") == Standing(node="n"), "nor is it what others are excused by"
+        assert watch.standing("n") == StillRunning(node="n"), "nor is it what others are excused by"
 
 
 def test_that_a_command_says_hello_is_known_to_its_next_attempts_and_launches(tmp_path: Path) -> None:

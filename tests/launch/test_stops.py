@@ -26,7 +26,7 @@ from holdfast.process.identity import Holder, this_process
 from holdfast.record import operator
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.operator import record_requeue, requeues_without_progress, withdraw_requeue
-from holdfast.train.beats import Halted, Prepare, Promise, StopAt, Wish
+from holdfast.train.beats import Halted, Prepare, Promise, StopAt, StopWish
 from kit.harness import wait_until
 from kit.watching import Rank, watching
 
@@ -173,7 +173,7 @@ def test_the_monitor_hears_wishes_promises_and_halts_and_passes_on_what_is_agree
         wait_until(lambda: monitor.hearing().there, 20, "it has said hello")
         assert monitor.hearing().there == monitor.hearing().defer == {3}, "rank 4 never said anything"
         assert not monitor.tell(4, StopAt(7))
-        rank.say(Wish("SIGTERM to rank 3", signal="SIGTERM"))
+        rank.say(StopWish("SIGTERM to rank 3", signal="SIGTERM"))
         wait_until(lambda: monitor.stop_words().wishes, 20, "the wish")
         assert monitor.tell(3, Prepare("SIGTERM to rank 3", 600.0))
         assert rank.hear() == Prepare("SIGTERM to rank 3", 600.0)
@@ -181,7 +181,7 @@ def test_the_monitor_hears_wishes_promises_and_halts_and_passes_on_what_is_agree
         wait_until(lambda: monitor.stop_words().promises == {3: 7}, 20, "the promise")
         assert monitor.tell(3, StopAt(9))
         assert rank.hear() == StopAt(9)
-        rank.say(Wish("SIGTERM", now=True))
+        rank.say(StopWish("SIGTERM", now=True))
         rank.say(Promise(8))
         rank.say(Halted(9))
         wait_until(lambda: monitor.stop_words().halted == {3: 9}, 20, "the halt")
@@ -237,7 +237,7 @@ def test_a_request_to_stop_is_one_launchs_alone(tmp_path: Path) -> None:
     assert found.describe() == "alice: maintenance"
     (path,) = (tmp_path / "run" / "operator" / "stop").iterdir()
     path.write_text("{")
-    assert operator.stop_asked(control, ["first"]) == operator.Request(), "its name is enough"
+    assert operator.stop_asked(control, ["first"]) == operator.OperatorRequest(), "its name is enough"
 
 
 @pytest.mark.parametrize(

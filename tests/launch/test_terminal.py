@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.launch.terminal import Decided, line_of_record
+from holdfast.launch.terminal import ShownDecision, line_of_record
 from holdfast.policy.recovery import Decision
 from holdfast.policy.signs import Action
 from holdfast.record.attempts import FailureRecord
@@ -21,7 +21,7 @@ def failure(exit_code: int, message: str = "", node: str = "node-b") -> FailureR
 
 
 def test_a_kill_and_its_restart() -> None:
-    decided = Decided(action="restart", reason="why", restarts_left=2)
+    decided = ShownDecision(action="restart", reason="why", restarts_left=2)
     line = line_of_record(
         attempt=3, cause="infrastructure", root=failure(-9), decision=decided, step=412, max_restarts=3
     )
@@ -31,7 +31,7 @@ def test_a_kill_and_its_restart() -> None:
 
 
 def test_an_error_and_its_stop() -> None:
-    decision = Decided(action="stop", exit_code=1, reason="the same error repeated", restarts_left=2)
+    decision = ShownDecision(action="stop", exit_code=1, reason="the same error repeated", restarts_left=2)
     line = line_of_record(attempt=2, cause="job", root=failure(1, "ValueError: no\nluck"), decision=decision)
     assert line == (
         "attempt 2: rank 1 on node-b ended with exit code 1: ValueError: no luck (job) "
@@ -71,7 +71,7 @@ def test_an_error_and_its_stop() -> None:
     ],
 )
 def test_each_action_has_its_words_and_an_unknown_one_its_name(fields: dict[str, Any], expected: str) -> None:
-    decided = Decided.of({"restarts_left": 2, "reason": "", **fields})
+    decided = ShownDecision.of({"restarts_left": 2, "reason": "", **fields})
     line = line_of_record(
         attempt=1, cause="", root=None, decision=decided, max_restarts=3, detail="node c left"
     )
@@ -101,7 +101,7 @@ def test_it_is_always_one_bounded_line_that_no_terminal_obeys(
         attempt=attempt,
         cause=cause,
         root=failure(code, message, node),
-        decision=Decided.of(fields),
+        decision=ShownDecision.of(fields),
         step=4,
     )
     assert line.isprintable()
@@ -111,4 +111,4 @@ def test_it_is_always_one_bounded_line_that_no_terminal_obeys(
 def test_it_reads_this_releases_record(tmp_path: Path) -> None:
     decision = Decision(action=Action.STOP, exit_code=22, reason="spent", evidence=["x"], restarts_left=0)
     raw = msgspec.json.decode(msgspec.json.encode(decision))
-    assert Decided.of(raw) == Decided.of(decision)
+    assert ShownDecision.of(raw) == ShownDecision.of(decision)

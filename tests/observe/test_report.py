@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.journal import Unknown
 from holdfast.journal.events import (
-    Decision,
+    DecisionMade,
     DeterminismMeasured,
     ProbationEnded,
     RejectedOption,
@@ -171,13 +171,13 @@ def test_a_hostile_message_stays_text_wherever_it_appears() -> None:
     run.write(Warned(message=HOSTILE), who=HOSTILE)
     run.fail(0, signal=HOSTILE, exit_code=-9, message=HOSTILE)
     run.write(
-        Decision(
+        DecisionMade(
             about=HOSTILE, chosen=HOSTILE, evidence=[HOSTILE], rejected=[RejectedOption(HOSTILE, [HOSTILE])]
         )
     )
     run.recover(HOSTILE, why=HOSTILE).start(resume=(HOSTILE, 5), rejected=[bad]).steps(6, 12)
     for line in run.lines:
-        if isinstance(line.body, Decision) and line.body.about == "resume":
+        if isinstance(line.body, DecisionMade) and line.body.about == "resume":
             line.body.rejected = [RejectedOption(bad, [HOSTILE]), RejectedOption(HOSTILE, [HOSTILE])]
     page = report_html(run.lines, title=HOSTILE, facts=[(HOSTILE, HOSTILE)])
     parsed = Page(page)

@@ -26,7 +26,7 @@ from holdfast.journal.events import (
     StragglerFound,
     StragglersReported,
 )
-from holdfast.observe.chart import Chart, Fault, draw, losses_by_attempt
+from holdfast.observe.chart import Chart, FaultMark, draw, losses_by_attempt
 from holdfast.observe.report import report_html
 from kit.journals import ALTERED, Journal, name_of
 
@@ -134,7 +134,7 @@ def test_badges_stay_inside_and_apart_by_their_own_numbers(count: int, width: in
     """The same without a browser, at the edges: every fault in the first or in the last step."""
     series = losses_by_attempt(Journal().start().steps(1, 40).lines)
     for steps in ([40] * count, [1] * count, [1 + number % 40 for number in range(count)]):
-        faults = [Fault(number + 1, step, "x") for number, step in enumerate(steps)]
+        faults = [FaultMark(number + 1, step, "x") for number, step in enumerate(steps)]
         picture = draw(Chart(series=series, faults=faults), width=width, height=400, name="x")
         pills = re.findall(r'class="pill" x="([-\d.]+)" y="([-\d.]+)" width="([\d.]+)"', picture)
         assert pills

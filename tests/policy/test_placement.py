@@ -17,8 +17,8 @@ from holdfast.policy.placement import (
     Cluster,
     Exclusion,
     Meeting,
-    Member,
     NodeDevices,
+    Participant,
     arrange,
     arrangements,
     describe_devices,
@@ -461,16 +461,16 @@ def test_who_was_declared_gone_cannot_come_back_under_the_same_name() -> None:
 
 def test_nobody_joins_what_is_over_and_the_first_word_counts() -> None:
     meeting = placement.finish(placement.finish(arrive_all(Meeting(), "a"), 0, "finished"), 1, "failed")
-    assert meeting.over == placement.Over(code=0, why="finished")
+    assert meeting.over == placement.RunOver(code=0, why="finished")
     assert arrive_all(meeting, "b") == meeting
     assert placement.form(meeting, min_nodes=1, max_nodes=1, enough=True) is None
 
 
 def test_ranks_follow_the_order_of_the_nodes_by_role() -> None:
     members = [
-        Member(agent="a", node="a", ticket=1, slots=2, role="trainer"),
-        Member(agent="b", node="b", ticket=2, slots=1, role="reader"),
-        Member(agent="c", node="c", ticket=3, slots=3, role="trainer"),
+        Participant(agent="a", node="a", ticket=1, slots=2, role="trainer"),
+        Participant(agent="b", node="b", ticket=2, slots=1, role="reader"),
+        Participant(agent="c", node="c", ticket=3, slots=3, role="trainer"),
     ]
     ranks = placement.ranks_of(members, 2)
     assert (ranks.first, ranks.world_size, ranks.first_of_role, ranks.role_world_size) == (3, 6, 2, 5)

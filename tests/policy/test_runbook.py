@@ -15,10 +15,10 @@ from holdfast.policy.runbook import (
     STANDING,
     Facts,
     Finding,
-    Mark,
-    Offer,
+    NodeOffer,
     Side,
     Stage,
+    StageMark,
     StopFacts,
     StorageFacts,
     Suspected,
@@ -33,7 +33,7 @@ from holdfast.policy.runbook import (
     world,
 )
 from holdfast.policy.signs import Cause
-from holdfast.recover.resume_check import Agreement, BeforeResume, SinceResume, is_correct, judge
+from holdfast.recover.resume_check import BeforeResume, Correctness, SinceResume, is_correct, judge
 
 STATES = (
     "new", "starting", "running", "stopping", "restarting", "paused", "finished", "failed", "stopped", "lost",
@@ -70,7 +70,7 @@ def test_every_state_gets_an_answer_and_only_a_live_run_or_a_decided_stop_stands
     assert (first.code == ExitCode.RUN_IS_LIVE) == (told.state not in dead)
     stands = told.state == "failed" and told.action == "stop" and told.decided_code in STANDING
     assert second.code == (told.decided_code if stands and not told.forgiven else 0)
-    assert (second.mark is Mark.PROBLEM) == bool(second.code)
+    assert (second.mark is StageMark.PROBLEM) == bool(second.code)
     assert not second.code or second.next
     assert side_of(told) in set(Side)
 
@@ -79,10 +79,10 @@ def test_every_state_gets_an_answer_and_only_a_live_run_or_a_decided_stop_stands
 def test_a_decided_stop_stands_until_it_is_forgiven(code: int) -> None:
     told = Facts(state="failed", action="stop", decided_code=code, reason="why")
     found = classify(told)
-    assert (found.code, found.mark) == (code, Mark.PROBLEM)
+    assert (found.code, found.mark) == (code, StageMark.PROBLEM)
     assert "reset-budget" in found.next
     forgiven = classify(msgspec.structs.replace(told, forgiven=True))
-    assert (forgiven.code, forgiven.mark) == (0, Mark.NOTE)
+    assert (forgiven.code, forgiven.mark) == (0, StageMark.NOTE)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_reports_of_a_hang_are_evidence() -> None:
 
 def test_somebody_who_holds_the_run_outranks_everything_else() -> None:
     found = [
-        Finding(stage=Stage.STORAGE, mark=Mark.PROBLEM, text="", code=23),
-        Finding(stage=Stage.RUNG, mark=Mark.PROBLEM, text="", code=20),
+        Finding(stage=Stage.STORAGE, mark=StageMark.PROBLEM, text="", code=23),
+        Finding(stage=Stage.RUNG, mark=StageMark.PROBLEM, text="", code=20),
     ]
     assert exit_code(found) == 20
     assert exit_code(found[:1]) == 23
@@ -122,9 +122,11 @@ def test_somebody_who_holds_the_run_outranks_everything_else() -> None:
 
 
 def test_only_a_decided_stop_can_be_overruled() -> None:
-    stands = Finding(stage=Stage.CLASSIFY, mark=Mark.PROBLEM, text="job", evidence=["it stopped."], code=22)
-    full = Finding(stage=Stage.STORAGE, mark=Mark.PROBLEM, text="full", code=23)
-    fine = Finding(stage=Stage.RUNG, mark=Mark.OK, text="step 3")
+    stands = Finding(
+        stage=Stage.CLASSIFY, mark=StageMark.PROBLEM, text="job", evidence=["it stopped."], code=22
+    )
+    full = Finding(stage=Stage.STORAGE, mark=StageMark.PROBLEM, text="full", code=23)
+    fine = Finding(stage=Stage.RUNG, mark=StageMark.OK, text="step 3")
     assert why_not_started([fine], "", known=True, submit="") is None
     asked = why_not_started([stands, fine], "", known=True, submit="")
     assert asked is not None
@@ -185,9 +187,9 @@ def test_capacity_is_enough_or_shrinks_or_waits(
     cluster = Cluster(nodes=list("abcd")[:there], min_nodes=low, max_nodes=high, may_shrink=low < high)
     finding = capacity(cluster, [], None)
     assert (finding.text.partition(":")[0], finding.code) == (word, code)
-    asked = capacity(cluster, [], Offer(by="Slurm", nodes=there, queues=True))
+    asked = capacity(cluster, [], NodeOffer(by="Slurm", nodes=there, queues=True))
     assert (asked.text.partition(":")[0], asked.code) == (word, 0), "a queue waits by itself"
-    inside = capacity(cluster, [], Offer(by="Slurm job 7", nodes=there, queues=False))
+    inside = capacity(cluster, [], NodeOffer(by="Slurm job 7", nodes=there, queues=False))
     assert (inside.text.partition(":")[0], inside.code) == (word, code), "a job gets no more nodes"
 
 
@@ -242,12 +244,12 @@ def since(**changed: object) -> SinceResume:
     return SinceResume(**(fields | changed))  # type: ignore[arg-type]
 
 
-def verdicts(found: SinceResume, before: BeforeResume = BEFORE) -> dict[str, Agreement]:
+def verdicts(found: SinceResume, before: BeforeResume = BEFORE) -> dict[str, Correctness]:
     return {point.point: point.verdict for point in judge(before, found)}
 
 
 def test_a_resume_that_goes_on_as_before_is_correct_on_every_point() -> None:
-    assert set(verdicts(since()).values()) == {Agreement.CORRECT}
+    assert set(verdicts(since()).values()) == {Correctness.CORRECT}
     assert is_correct(judge(BEFORE, since())) is True
 
 
@@ -267,36 +269,40 @@ def test_a_resume_that_goes_on_as_before_is_correct_on_every_point() -> None:
 def test_what_is_not_as_before_is_wrong_and_makes_the_resume_wrong(
     point: str, changed: dict[str, object]
 ) -> None:
-    assert verdicts(since(**changed))[point] is Agreement.NOT_CORRECT
+    assert verdicts(since(**changed))[point] is Correctness.NOT_CORRECT
     assert is_correct(judge(BEFORE, since(**changed))) is False
 
 
 def test_a_shift_of_the_loss_is_seen_also_where_no_step_was_done_again() -> None:
     fresh = BeforeResume(checkpoint=BEFORE.checkpoint, step=18, window=WINDOW)
-    assert verdicts(since(losses=[2.0, 5.0, 5.0, 5.0, 2.0, 2.0, 2.0]), fresh)["loss"] is Agreement.NOT_CORRECT
-    assert verdicts(since(losses=[2.0, 5.0, 2.0, 2.0, 2.0]), fresh)["loss"] is Agreement.CORRECT, "one spike"
+    assert (
+        verdicts(since(losses=[2.0, 5.0, 5.0, 5.0, 2.0, 2.0, 2.0]), fresh)["loss"] is Correctness.NOT_CORRECT
+    )
+    assert verdicts(since(losses=[2.0, 5.0, 2.0, 2.0, 2.0]), fresh)["loss"] is Correctness.CORRECT, (
+        "one spike"
+    )
 
 
 def test_another_loss_of_a_step_that_was_done_before_is_wrong_without_any_window() -> None:
     short = BeforeResume(checkpoint=BEFORE.checkpoint, step=18, losses={19: 2.0, 20: 2.0})
-    assert verdicts(since(losses=[3.0, 3.0]), short)["loss"] is Agreement.NOT_CORRECT
-    assert verdicts(since(losses=[2.0, 2.001]), short)["loss"] is Agreement.CORRECT, (
+    assert verdicts(since(losses=[3.0, 3.0]), short)["loss"] is Correctness.NOT_CORRECT
+    assert verdicts(since(losses=[2.0, 2.001]), short)["loss"] is Correctness.CORRECT, (
         "other devices, other kernels"
     )
 
 
 def test_slow_steps_accuse_no_checkpoint() -> None:
     slow = since(seconds=[0.5] * 5)
-    assert verdicts(slow)["throughput"] is Agreement.NOT_CORRECT
+    assert verdicts(slow)["throughput"] is Correctness.NOT_CORRECT
     assert is_correct(judge(BEFORE, slow)) is True
 
 
 def test_throughput_is_judged_by_a_stated_band() -> None:
     nearly_twice, a_little = since(seconds=[0.18] * 5), since(seconds=[0.105] * 5)
-    assert verdicts(nearly_twice)["throughput"] is Agreement.NOT_CORRECT
-    assert verdicts(a_little)["throughput"] is Agreement.CORRECT
+    assert verdicts(nearly_twice)["throughput"] is Correctness.NOT_CORRECT
+    assert verdicts(a_little)["throughput"] is Correctness.CORRECT
     wide = {point.point: point for point in judge(BEFORE, nearly_twice, band=1.0)}["throughput"]
-    assert (wide.verdict, wide.expected) == (Agreement.CORRECT, "0.1 s a step, at most 100% more")
+    assert (wide.verdict, wide.expected) == (Correctness.CORRECT, "0.1 s a step, at most 100% more")
     assert wide.found == "0.18 s a step, 80% more"
 
 
@@ -305,26 +311,28 @@ def test_saves_that_come_less_often_than_failures_are_no_correct_cadence() -> No
     often = msgspec.structs.replace(BEFORE, mtbf=0.18, mtbf_source="observed: 9 failures in 1.6 s of running")
     seldom = msgspec.structs.replace(BEFORE, mtbf=3600.0, mtbf_source="given")
     found = {point.point: point for point in judge(often, since())}["cadence"]
-    assert found.verdict is Agreement.NOT_CORRECT
+    assert found.verdict is Correctness.NOT_CORRECT
     assert "the MTBF of 180 ms (observed: 9 failures" in found.expected
     assert "one every 300 ms" in found.found
-    assert verdicts(since(), seldom)["cadence"] is Agreement.CORRECT
+    assert verdicts(since(), seldom)["cadence"] is Correctness.CORRECT
 
 
 @pytest.mark.parametrize(
     ("tokens", "verdict"),
-    [(24.0, Agreement.CORRECT), (48.0, Agreement.CORRECT), (36.0, Agreement.NOT_KNOWN)],
+    [(24.0, Correctness.CORRECT), (48.0, Correctness.CORRECT), (36.0, Correctness.NOT_KNOWN)],
 )
-def test_at_another_number_of_ranks_the_job_s_counts_are_compared(tokens: float, verdict: Agreement) -> None:
+def test_at_another_number_of_ranks_the_job_s_counts_are_compared(
+    tokens: float, verdict: Correctness
+) -> None:
     """As many in all, or as many for each rank; what else it is nobody can tell."""
     grown = msgspec.structs.replace(BEFORE, world=2, starts=4)
     assert verdicts(since(tokens_per_step=tokens), grown)["tokens"] is verdict
     same = msgspec.structs.replace(BEFORE, world=2, starts=2)
-    assert verdicts(since(tokens_per_step=48.0), same)["tokens"] is Agreement.NOT_CORRECT
+    assert verdicts(since(tokens_per_step=48.0), same)["tokens"] is Correctness.NOT_CORRECT
 
 
 def test_data_that_was_left_out_on_purpose_makes_other_samples_right() -> None:
-    assert verdicts(since(digests={19: "other"}, skipped=True))["samples"] is Agreement.NOT_KNOWN
+    assert verdicts(since(digests={19: "other"}, skipped=True))["samples"] is Correctness.NOT_KNOWN
 
 
 @given(
@@ -349,6 +357,8 @@ def test_the_check_answers_whatever_was_recorded(
 def test_without_values_nothing_is_claimed() -> None:
     bare = BeforeResume(checkpoint=BEFORE.checkpoint, step=18)
     found = since(digests={}, samples_per_step=None, tokens_per_step=None, saves=[], seconds=[], probation="")
-    known = {point for point, verdict in verdicts(found, bare).items() if verdict is not Agreement.NOT_KNOWN}
+    known = {
+        point for point, verdict in verdicts(found, bare).items() if verdict is not Correctness.NOT_KNOWN
+    }
     assert known == {"rung"}
     assert is_correct(judge(bare, found)) is None, "the right rung alone does not make a resume correct"

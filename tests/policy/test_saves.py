@@ -46,7 +46,7 @@ from holdfast.policy.upkeep import (
     young,
 )
 from holdfast.record.attempts import begin_attempt
-from holdfast.record.decisions import Decisions, Store
+from holdfast.record.decisions import Decisions, DecisionStore
 from holdfast.record.directory import ControlDirectory, read_record
 from holdfast.record.lease import Fence, claim
 from holdfast.train.schedule import CadenceDecision, Measured, SaveSchedule, measured_before
@@ -269,7 +269,7 @@ def test_saves_that_block_for_more_than_a_twentieth_are_warned_of() -> None:
 class Rank:
     """One rank's schedule, with what it needs around it."""
 
-    def __init__(self, control: ControlDirectory, fence: Fence, store: Store, number: int) -> None:
+    def __init__(self, control: ControlDirectory, fence: Fence, store: DecisionStore, number: int) -> None:
         self.journal = JournalWriter(control.journal, f"rank-{number}", 1)
         self.schedule = SaveSchedule("auto", 0.0)
         self.leads = number == 0

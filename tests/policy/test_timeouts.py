@@ -26,7 +26,7 @@ from holdfast.policy.timeouts import (
     Observed,
     OpenSection,
     RankState,
-    Standing,
+    StillRunning,
     apply,
     hanging,
     hello_limit,
@@ -190,25 +190,27 @@ def late(rank: int, step: int, limit: float = 4.0, *, stopped: bool = False) -> 
     return Late(rank=rank, step=step, limit=limit, stopped=stopped)
 
 
-def hung(*standings: Standing, until: dict[int, float] | None = None, now: float = 100.0) -> set[int]:
+def hung(*standings: StillRunning, until: dict[int, float] | None = None, now: float = 100.0) -> set[int]:
     return {one.rank for _, one in hanging(standings, until or {}, now)[0]}
 
 
 def test_a_rank_that_waits_for_one_that_is_in_time_is_in_time() -> None:
     """`step:4`, rank 1 is in its first step with its initial limit, rank 0 waits for it in step 2."""
     waiting = [late(0, step=1)]
-    assert hung(Standing(late=waiting, in_time=0)) == set()
-    assert hung(Standing(node="a", late=waiting), Standing(node="b", in_time=0)) == set()
-    assert hung(Standing(late=waiting, in_time=1)) == set(), "rank 1 saves, which may take longer than a step"
-    assert hung(Standing(late=waiting)) == {0}, "nobody is in time"
-    assert hung(Standing(late=[*waiting, late(1, step=0, limit=1800.0)])) == {0, 1}
+    assert hung(StillRunning(late=waiting, in_time=0)) == set()
+    assert hung(StillRunning(node="a", late=waiting), StillRunning(node="b", in_time=0)) == set()
+    assert hung(StillRunning(late=waiting, in_time=1)) == set(), (
+        "rank 1 saves, which may take longer than a step"
+    )
+    assert hung(StillRunning(late=waiting)) == {0}, "nobody is in time"
+    assert hung(StillRunning(late=[*waiting, late(1, step=0, limit=1800.0)])) == {0, 1}
 
 
 def test_nobody_waits_for_a_rank_that_is_ahead_nor_does_a_stopped_process() -> None:
     """So a hang is found within its own limit also where the others do not need that rank, or do not yet."""
     for standing in (
-        Standing(late=[late(0, step=1)], in_time=2),
-        Standing(late=[late(0, step=1, stopped=True)], in_time=0),
+        StillRunning(late=[late(0, step=1)], in_time=2),
+        StillRunning(late=[late(0, step=1, stopped=True)], in_time=0),
     ):
         found, until = hanging([standing], {}, 100.0)
         assert not found, "what the two said of themselves may be of different moments"
@@ -216,23 +218,23 @@ def test_nobody_waits_for_a_rank_that_is_ahead_nor_does_a_stopped_process() -> N
 
 
 def test_whom_a_late_rank_waited_for_has_come_it_has_its_limit_once_more() -> None:
-    excused = hanging([Standing(late=[late(0, step=1)], in_time=1)], {}, 100.0)[1]
-    gone_ahead = Standing(late=[late(0, step=1)], in_time=2)
+    excused = hanging([StillRunning(late=[late(0, step=1)], in_time=1)], {}, 100.0)[1]
+    gone_ahead = StillRunning(late=[late(0, step=1)], in_time=2)
     assert hung(gone_ahead, until=excused, now=103.9) == set()
     assert hung(gone_ahead, until=excused, now=104.1) == {0}
-    assert hanging([Standing(in_time=2)], excused, 104.0)[1] == {}, "it is not late any more"
+    assert hanging([StillRunning(in_time=2)], excused, 104.0)[1] == {}, "it is not late any more"
     # In that time it may be waited for: the other one is late somewhere with a shorter limit.
-    both = Standing(late=[late(0, step=1), late(1, step=2, limit=0.5)])
+    both = StillRunning(late=[late(0, step=1), late(1, step=2, limit=0.5)])
     found, until = hanging([both], hanging([gone_ahead], excused, 101.0)[1], 102.0)
     assert found == []
     assert hung(both, until=until, now=104.1) == {0, 1}
 
 
 def test_whom_a_late_rank_waited_for_is_late_itself_both_hang() -> None:
-    excused = hanging([Standing(late=[late(0, step=1)], in_time=1)], {}, 100.0)[1]
-    both = Standing(late=[late(0, step=1), late(1, step=1)])
+    excused = hanging([StillRunning(late=[late(0, step=1)], in_time=1)], {}, 100.0)[1]
+    both = StillRunning(late=[late(0, step=1), late(1, step=1)])
     assert hung(both, until=excused, now=101.0) == {0, 1}
-    third_is_ahead = Standing(late=both.late, in_time=5)
+    third_is_ahead = StillRunning(late=both.late, in_time=5)
     found, until = hanging([third_is_ahead], excused, 101.0)
     assert found == []
     assert hung(third_is_ahead, until=until, now=101.1 + SETTLE) == {0, 1}
@@ -250,7 +252,7 @@ RANKS = st.lists(
 )
 
 
-def standings_at(ranks: list[tuple[int, float, float, int]], now: float) -> list[Standing]:
+def standings_at(ranks: list[tuple[int, float, float, int]], now: float) -> list[StillRunning]:
     found = []
     for node in range(3):
         mine = [(number, one) for number, one in enumerate(ranks) if one[3] == node]
@@ -258,7 +260,7 @@ def standings_at(ranks: list[tuple[int, float, float, int]], now: float) -> list
             late(number, step, limit) for number, (step, limit, since, _) in mine if now > since + limit
         ]
         in_time = [step for _, (step, limit, since, _) in mine if now <= since + limit]
-        found.append(Standing(node=str(node), late=overdue, in_time=min(in_time, default=None)))
+        found.append(StillRunning(node=str(node), late=overdue, in_time=min(in_time, default=None)))
     return found
 
 
@@ -326,7 +328,7 @@ def test_a_group_each_of_whose_ranks_works_within_its_limits_never_hangs(
                     overdue.append(late(rank, done, limit))
                 else:
                     in_time.append(done)
-        standing = Standing(late=overdue, in_time=min(in_time, default=None))
+        standing = StillRunning(late=overdue, in_time=min(in_time, default=None))
         found, until = hanging([standing], until, now)
         assert not found, now
         now += LOOK

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from holdfast.launch.workers import orphans
-from holdfast.launch.workers.orphans import REPLACEMENTS, Keeper, Left, Orphans, Workers, recognise
+from holdfast.launch.workers.orphans import REPLACEMENTS, Left, OrphanKeeper, Orphans, Workers, recognise
 from holdfast.process import proc
 from holdfast.process.companion import AGENT, OUTLIVES, outliving
 from kit.harness import REPO, Job, is_alive, job, python, wait_until
@@ -247,7 +247,7 @@ def test_a_writer_outlives_a_killed_agent_for_its_time_only(tmp_path: Path) -> N
 
 def test_a_keeper_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AGENT, "")  # so that the mark is taken back at the end
-    keeper = Keeper(outlive=1.0)
+    keeper = OrphanKeeper(outlive=1.0)
     pid = keeper.start()
     assert os.environ[AGENT].startswith(f"{os.getpid()}.")
     assert keeper.check() == (None, "")

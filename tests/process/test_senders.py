@@ -20,7 +20,7 @@ import pytest
 
 from holdfast.launch.context import LaunchSignals
 from holdfast.process import senders as signal_senders
-from holdfast.process.senders import CODE, Origin, Seen, from_whom, named, seen, take, watch
+from holdfast.process.senders import CODE, Origin, SeenSender, from_whom, named, seen, take, watch
 from holdfast.stop.signals import StopSignals
 from kit.harness import await_child, wait_until
 from kit.tiny import forked
@@ -394,7 +394,7 @@ def test_senders_that_are_no_process_here(number: int, origin: Origin, words: st
 def test_a_number_that_is_another_users_process_by_now_is_not_taken_for_the_sender() -> None:
     origin = Origin(0, os.getppid(), 54321)
     found = seen(origin)
-    assert found == Seen(origin, "", True)
+    assert found == SeenSender(origin, "", True)
     assert named(USED, found) == f"process {os.getppid()} of uid 54321 (which has ended)"
 
 
@@ -450,6 +450,6 @@ def test_a_rank_and_a_launcher_know_who_asked_them() -> None:
 def test_a_directory_of_users_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal_senders, "_user", lambda uid: select.select([], [], [], LIMIT)[0] or "late")
     began = time.monotonic()
-    told = named(USED, Seen(Origin(0, 4242, 1000), "scancel", True))
+    told = named(USED, SeenSender(Origin(0, 4242, 1000), "scancel", True))
     assert told == "scancel (pid 4242, uid 1000, which has ended)"
     assert time.monotonic() - began < LIMIT / 2

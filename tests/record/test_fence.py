@@ -16,7 +16,7 @@ import pytest
 from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError
 from holdfast.record import lease
 from holdfast.record.directory import ControlDirectory
-from holdfast.record.lease import Beat, Fence, LeaseKeeper, claim, current_epoch, read_beat
+from holdfast.record.lease import Fence, LeaseBeat, LeaseKeeper, claim, current_epoch, read_beat
 from kit.control import timed, tree
 from kit.harness import finish, job, python, wait_until
 
@@ -151,7 +151,7 @@ def test_an_epoch_that_was_never_claimed_is_refused(control: ControlDirectory) -
 def test_a_keeper_renews_and_keeps_the_lease_longer_than_its_time_to_live(control: ControlDirectory) -> None:
     held = claim(control, "one", 1.0)
     keeper = LeaseKeeper(control, held, pytest.fail)
-    wait_until(lambda: (read_beat(control, 1) or Beat(count=0, at=0)).count >= 7, 10, "seven renewals")
+    wait_until(lambda: (read_beat(control, 1) or LeaseBeat(count=0, at=0)).count >= 7, 10, "seven renewals")
     with pytest.raises(RunIsLiveError):
         claim(control, "two", 1.0)
     keeper.release()
@@ -232,13 +232,13 @@ def test_a_beat_that_was_read_while_it_was_written_is_read_again(
     whole = iter([False, True])
     real = lease.read_record
 
-    def torn_once(asked: Path, kind: type[Beat]) -> Beat | None:
+    def torn_once(asked: Path, kind: type[LeaseBeat]) -> LeaseBeat | None:
         if next(whole):
             path.write_bytes(b'{"count":2,"at":3.0}\n')
         return real(asked, kind)
 
     monkeypatch.setattr(lease, "read_record", torn_once)
-    assert read_beat(control, 1) == Beat(count=2, at=3.0)
+    assert read_beat(control, 1) == LeaseBeat(count=2, at=3.0)
 
 
 @pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT", "EIO", "ESTALE", "EROFS", "a defect"])

@@ -20,7 +20,7 @@ from holdfast.errors import ControlError, RunIsLiveError, UsageError
 from holdfast.process.identity import Holder, this_process
 from holdfast.record import lease
 from holdfast.record.directory import ControlDirectory
-from holdfast.record.lease import Beat, Claim, Fence, LeaseKeeper, claim, current_epoch
+from holdfast.record.lease import Claim, Fence, LeaseBeat, LeaseKeeper, claim, current_epoch
 from kit.control import FakeTime, beat, held_elsewhere, timed, tree
 from kit.harness import Job, job, python, wait_until
 
@@ -337,7 +337,7 @@ def test_a_claimant_that_is_overtaken_while_it_waits_judges_the_new_holder(
 
     def overtake() -> None:
         made = held_elsewhere(control, epoch=2, boot=this_process().boot)
-        record = Beat(count=1, at=time.time(), released=next_holder == "releases")
+        record = LeaseBeat(count=1, at=time.time(), released=next_holder == "releases")
         replace_atomic(control.lease / f"{made.epoch:08d}.beat", msgspec.json.encode(record))
 
     rival = threading.Timer(0.2, overtake)
@@ -360,7 +360,7 @@ def test_a_claim_that_keeps_losing_the_race_gives_up(
         assert real(path, msgspec.structs.replace(record, owner="rival"))
         replace_atomic(
             path.with_suffix(".beat"),
-            msgspec.json.encode(Beat(count=1, at=0.0, released=True)),
+            msgspec.json.encode(LeaseBeat(count=1, at=0.0, released=True)),
             durable=False,
         )
         return real(path, record)

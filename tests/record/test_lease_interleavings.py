@@ -16,7 +16,7 @@ from holdfast.errors import LeaseLostError, RunIsLiveError
 from holdfast.process.identity import Holder
 from holdfast.record import lease
 from holdfast.record.directory import ControlDirectory
-from holdfast.record.lease import Beat, Claim, Fence, claim, current_epoch, read_claim
+from holdfast.record.lease import Claim, Fence, LeaseBeat, claim, current_epoch, read_claim
 from kit.control import FakeTime
 
 
@@ -54,7 +54,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def write_beat(self, made: Claim, *, released: bool) -> None:
         self.counts += 1
-        record = Beat(count=self.counts, at=self.clock.time(), released=released)
+        record = LeaseBeat(count=self.counts, at=self.clock.time(), released=released)
         path = self.control.lease / f"{made.epoch:08d}.beat"
         replace_atomic(path, msgspec.json.encode(record), durable=False)
 

@@ -13,9 +13,9 @@ from holdfast.checkpoint.choose.resolver import resolve_resume
 from holdfast.checkpoint.format.manifest import parse_name
 from holdfast.config import Settings
 from holdfast.errors import NoValidRungError
-from holdfast.journal.events import Decision, OperatorActed
+from holdfast.journal.events import DecisionMade, OperatorActed
 from holdfast.journal.reader import read_journal
-from holdfast.launch.nodes.attempt import Place, _begin_next
+from holdfast.launch.nodes.attempt import RoundPlace, _begin_next
 from holdfast.policy import Action, PastAttempt
 from holdfast.policy import Decision as Decided
 from holdfast.policy.results import Orders
@@ -26,7 +26,7 @@ from holdfast.record.directory import ControlDirectory, create_record
 from holdfast.record.history import keep_incident
 from holdfast.record.launches import VARIABLE, LaunchInfo
 from holdfast.record.lease import Fence, LeaseKeeper, claim
-from holdfast.record.operator import Request, budget_reset, in_force, paused, pinned
+from holdfast.record.operator import OperatorRequest, budget_reset, in_force, paused, pinned
 from holdfast.record.standing import Standing, StandingBook
 from holdfast.train import alone
 from kit.commands import ckpt_json
@@ -46,7 +46,7 @@ def resume_evidence(run_dir: Path) -> list[str]:
     return next(
         line.body.evidence
         for line in reversed(lines)
-        if isinstance(line.body, Decision) and line.body.about == "resume"
+        if isinstance(line.body, DecisionMade) and line.body.about == "resume"
     )
 
 
@@ -86,7 +86,7 @@ def test_in_doubt_recovery_is_paused(control: ControlDirectory, name: str) -> No
     operator.unpause(control, "why", "alice")
     assert paused(control) is None
     (control.path / "operator" / "recovery" / name).write_bytes(b"{")
-    assert paused(control) == Request()
+    assert paused(control) == OperatorRequest()
 
 
 def test_a_reset_names_the_last_attempt_that_no_longer_counts(run_dir: Path) -> None:
@@ -374,7 +374,7 @@ def begun_by(run_dir: Path, who: str) -> list[str]:
     held = claim(control, "later", 5.0)
     try:
         if who == "holdfast run":
-            place = Place(node="a", group_rank=0, nodes=1, world_size=1)
+            place = RoundPlace(node="a", group_rank=0, nodes=1, world_size=1)
             return _begin_next(control, place, held, [], 3, "").orders.avoid
         here = alone.Here(node="a")
         return alone.begin(control, Fence(control, held.epoch), Settings(), here, "later").orders.avoid

@@ -25,9 +25,9 @@ from holdfast.restart.messages import (
     LOST,
     End,
     EndKind,
+    IterationPlan,
     Over,
     OverKind,
-    Plan,
     Ready,
     arrived_key,
     beat_key,
@@ -115,9 +115,9 @@ def went(store: Store, member: int, kind: FaultKind | None = FaultKind.LOST) -> 
     store.add(LOST, 1)
 
 
-def plan(store: Store, iteration: int) -> Plan:
+def plan(store: Store, iteration: int) -> IterationPlan:
     found = read_next(store, iteration)
-    assert isinstance(found, Plan), found
+    assert isinstance(found, IterationPlan), found
     return found
 
 

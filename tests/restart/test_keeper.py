@@ -24,8 +24,8 @@ from holdfast.restart.messages import (
     LEFT,
     LOST,
     EndKind,
-    Hello,
-    Kept,
+    MemberHello,
+    NodeKeeper,
     Over,
     OverKind,
     beat_key,
@@ -353,7 +353,7 @@ def test_a_process_that_the_launcher_named_is_watched_before_its_hello(tmp_path:
 
 def test_a_store_with_another_keeper_of_this_node_belongs_to_another_job(tmp_path: Path) -> None:
     store = HashStore()
-    store.set(keeper_key(NODE), text(Kept(path="/nowhere", pid=1)))
+    store.set(keeper_key(NODE), text(NodeKeeper(path="/nowhere", pid=1)))
     with keeping(tmp_path, store) as (keeper, _):
         wait_until(lambda: keeper.lost, 5, "the keeper notices")
         assert "it is another job's" in keeper.lost
@@ -365,7 +365,7 @@ def test_nothing_is_left_of_a_keeper(tmp_path: Path) -> None:
         with keeping(tmp_path / str(round_)) as (keeper, _):
             channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             channel.connect(keeper.path)
-            channel.send(msgspec.msgpack.encode(Hello(member=0, pid=os.getpid())))
+            channel.send(msgspec.msgpack.encode(MemberHello(member=0, pid=os.getpid())))
             wait_until(lambda one=keeper: one.watching == 1, 5, "heard")
             channel.close()
     assert own_fds() <= before  # something that an earlier test left to the collector may go meanwhile

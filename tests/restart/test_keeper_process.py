@@ -22,16 +22,16 @@ from holdfast.errors import HandedOverError, UsageError
 from holdfast.policy.evidence import FaultKind
 from holdfast.record.group import HostedStore
 from holdfast.restart import lookout
-from holdfast.restart.entry import Handed, Joined, Ranks, join
+from holdfast.restart.entry import Joined, KeeperHandover, Ranks, join
 from holdfast.restart.keeper import SOCKET
 from holdfast.restart.keeper_process import DIRECTORY, sweep, sweep_stale
 from holdfast.restart.messages import (
     Beat,
     EndKind,
     Farewell,
-    Hello,
+    IterationPlan,
+    MemberHello,
     Over,
-    Plan,
     Ready,
     arrived_key,
     done_key,
@@ -55,7 +55,7 @@ def live(place: Path, **given: object) -> None:
     watched = joined.client()
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.connect(joined.keeper_path)
-    channel.send(msgspec.msgpack.encode(Hello(member=number, pid=os.getpid())))
+    channel.send(msgspec.msgpack.encode(MemberHello(member=number, pid=os.getpid())))
     (place / f"keeper{number}").write_text(joined.keeper_path)
 
     leaving = threading.Event()
@@ -129,14 +129,14 @@ class Job:
         self._place = place
         self.ranks = forked
 
-    def await_plan(self, iteration: int, *members: int) -> Plan:
+    def await_plan(self, iteration: int, *members: int) -> IterationPlan:
         """The plan, once these members have it."""
         for member in members:
             path = self._place / f"plan{iteration}.{member}"
             what = f"member {member} has plan {iteration}: {self.ranks.errors()}"
             wait_until(lambda path=path: path.exists() and path.stat().st_size > 0, LIMIT, what)  # type: ignore[misc]
-        found: Plan | Over = msgspec.json.decode(path.read_bytes(), type=Plan | Over)
-        assert isinstance(found, Plan), found
+        found: IterationPlan | Over = msgspec.json.decode(path.read_bytes(), type=IterationPlan | Over)
+        assert isinstance(found, IterationPlan), found
         return found
 
     def finish(self) -> None:
@@ -353,7 +353,7 @@ def test_what_does_not_fit_together_is_refused(environ: dict[str, str], message:
 
 def test_a_member_of_the_launcher_finds_all_handed_over() -> None:
     hosted = HostedStore("127.0.0.1")
-    handed = Handed(host="127.0.0.1", port=hosted.port, keeper="/somewhere", members=4, node="n7")
+    handed = KeeperHandover(host="127.0.0.1", port=hosted.port, keeper="/somewhere", members=4, node="n7")
     joined = join(settings(), {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **handed.to_environment()})
     assert (joined.member, joined.members, joined.local_rank) == (1, 4, 1)
     assert (joined.node, joined.keeper_path) == ("n7", "/somewhere")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ExitCode
-from holdfast.journal.events import Decision, StopAgreed, StopAsked, StopForced, StopSaved, Warned
+from holdfast.journal.events import DecisionMade, StopAgreed, StopAsked, StopForced, StopSaved, Warned
 from holdfast.policy.requests import REPEATED
 from holdfast.record.attempts import failures_of
 from holdfast.record.directory import ControlDirectory
@@ -163,7 +163,7 @@ def test_a_rank_stuck_beside_a_collective_is_ended_by_the_deadline_with_its_stac
         assert re.search(doing, text), text
     assert ends(tmp_path) == [("stopped", ExitCode.STOPPED_UNSAVED)]
     assert failures_of(ControlDirectory.open(tmp_path / "run"), 1), "the evidence is kept"
-    (decision,) = [one for one in journalled(tmp_path, Decision) if one.about == "recovery"]
+    (decision,) = [one for one in journalled(tmp_path, DecisionMade) if one.about == "recovery"]
     assert decision.chosen == "stop"
     assert not journalled(tmp_path, StopSaved)
     assert not checkpoints(tmp_path / "run")
@@ -251,7 +251,7 @@ def test_a_rank_killed_during_the_stop_ends_it_unsaved_and_starts_nothing(tmp_pa
     assert ends(tmp_path) == [("stopped", ExitCode.STOPPED_UNSAVED)], "nothing was restarted"
     (failure,) = [one for one in failures_of(ControlDirectory.open(tmp_path / "run"), 1) if one.rank == 1]
     assert failure.exit_code == -signal.SIGKILL
-    (decision,) = [one for one in journalled(tmp_path, Decision) if one.about == "recovery"]
+    (decision,) = [one for one in journalled(tmp_path, DecisionMade) if one.about == "recovery"]
     assert "while it was being stopped" in decision.evidence[-1]
 
 
@@ -338,7 +338,7 @@ def test_a_signal_to_one_nodes_agent_stops_a_job_of_fixed_size_on_all_nodes(tmp_
     for result in results:
         stopped_well(tmp_path, result, "signal", f"to the launcher on {other}")
     assert ends(tmp_path) == [("stopped", ExitCode.STOPPED)]
-    assert not [one for one in journalled(tmp_path, Decision) if one.about == "recovery"]
+    assert not [one for one in journalled(tmp_path, DecisionMade) if one.about == "recovery"]
 
 
 @pytest.mark.drill
@@ -362,7 +362,7 @@ def test_a_node_that_leaves_a_group_that_may_shrink_saves_with_it_and_the_others
         last = group.agents[leader].wait(60)
         assert last.code == ExitCode.STOPPED, last.text
     assert ends(tmp_path) == [("stopped", 0), ("stopped", ExitCode.STOPPED)]
-    assert not [one for one in journalled(tmp_path, Decision) if one.about == "recovery"]
+    assert not [one for one in journalled(tmp_path, DecisionMade) if one.about == "recovery"]
 
 
 def test_a_signal_while_the_nodes_meet_ends_the_launcher_with_31(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpoint.format.structure import verify
 from holdfast.errors import ExitCode
-from holdfast.journal.events import Decision, RungRejected, StopAgreed
+from holdfast.journal.events import DecisionMade, RungRejected, StopAgreed
 from holdfast.journal.reader import read_journal
 from holdfast.record.attempts import attempt_numbers, latest_head
 from holdfast.record.directory import ControlDirectory
@@ -61,7 +61,7 @@ def test_ranks_killed_and_failing_in_one_run_end_bitwise_equal(
     assert record(tmp_path) == reference
     control = ControlDirectory.open(tmp_path / "run")
     assert attempt_numbers(control) == [1, 2, 3]
-    decisions = events_in(control.path, Decision)
+    decisions = events_in(control.path, DecisionMade)
     recovery = [decision for decision in decisions if decision.about == "recovery"]
     assert [decision.details["root_rank"] for decision in recovery] == [1, 0]
     assert all(decision.evidence for decision in decisions)

@@ -25,7 +25,7 @@ LIMITS = (
 )
 
 
-def run_it(tmp_path: Path, place: str, *more: str) -> list[events.Decision]:
+def run_it(tmp_path: Path, place: str, *more: str) -> list[events.DecisionMade]:
     settings = [word for setting in (*LIMITS, *more) for word in ("--set", setting)]
     command = holdfast("run", "--run-dir", "run", "--nproc-per-node", "2", *settings, SCRIPT, place, "log")
     result = finish(command, cwd=tmp_path, timeout=150)
@@ -37,7 +37,7 @@ def run_it(tmp_path: Path, place: str, *more: str) -> list[events.Decision]:
     return [
         line.body
         for line in lines
-        if isinstance(line.body, events.Decision) and line.body.about == "recovery"
+        if isinstance(line.body, events.DecisionMade) and line.body.about == "recovery"
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpoint.copies.tier import LocalTier
 from holdfast.errors import ExitCode
-from holdfast.journal.events import CopyQuarantined, Decision, Resumed, SaveCommitted
+from holdfast.journal.events import CopyQuarantined, DecisionMade, Resumed, SaveCommitted
 from holdfast.observe.status import status_of
 from kit.nodes.local_tier import memory
 from kit.ranks.local_ranks import Nodes, killed_after_saves
@@ -79,7 +79,7 @@ def test_three_nodes_go_on_where_there_were_four(four: Nodes, died: Nodes) -> No
     shutil.rmtree(four.shared / "log")
     assert four.train(["a", "b", "c"], END) == [0] * 3
     assert four.events(Resumed)[-1].step == LAST
-    told = [d for d in four.events(Decision) if d.about == "resume"][-1]
+    told = [d for d in four.events(DecisionMade) if d.about == "resume"][-1]
     assert any("on peers only" in text for text in told.evidence), told.evidence
 
 

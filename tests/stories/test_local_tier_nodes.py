@@ -166,8 +166,8 @@ class Run:
     def events(self, kind: type[Any]) -> list[Any]:
         return journalled(self.cwd, kind)
 
-    def decisions(self, about: str) -> list[events.Decision]:
-        return [decision for decision in self.events(events.Decision) if decision.about == about]
+    def decisions(self, about: str) -> list[events.DecisionMade]:
+        return [decision for decision in self.events(events.DecisionMade) if decision.about == about]
 
     def resumed(self, attempt: int, since: float) -> events.Resumed:
         """Wait for an attempt's resume, which was the group's one decision, as its recovery was."""

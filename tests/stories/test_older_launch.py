@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.format import verify
-from holdfast.journal import Line, read_journal
+from holdfast.journal import JournalLine, read_journal
 from holdfast.journal.events import Account, Resumed, StepsDone
 from holdfast.record import AttemptRecord, ControlDirectory, EndRecord, past_attempts, read_record
 from kit.commands import command
@@ -28,7 +28,7 @@ def older(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FIXTURE, tmp_path / "run"))
 
 
-def losses(lines: list[Line], who: str, attempt: int) -> dict[int, float]:
+def losses(lines: list[JournalLine], who: str, attempt: int) -> dict[int, float]:
     found: dict[int, float] = {}
     for line in lines:
         if isinstance(line.body, StepsDone) and (line.who, line.attempt) == (who, attempt):

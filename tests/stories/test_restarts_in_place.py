@@ -44,7 +44,7 @@ def ends(cwd: Path) -> list[tuple[str, int, str] | None]:
 
 
 def decided(cwd: Path) -> list[tuple[str, int]]:
-    found = [one for one in journalled(cwd, events.Decision) if one.about == "recovery"]
+    found = [one for one in journalled(cwd, events.DecisionMade) if one.about == "recovery"]
     return [(one.chosen, one.details["restarts_left"]) for one in found]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ExitCode, RerunWantedError
-from holdfast.journal.events import Decision, RunFinished, StepRejected, Verdict
+from holdfast.journal.events import DecisionMade, RunFinished, StepRejected, Verdict
 from holdfast.launch.incident.inquest import code_of
 from holdfast.record.attempts import attempt_numbers
 from holdfast.record.operator import excluded
@@ -54,7 +54,7 @@ def test_work_that_is_bad_everywhere_stops_the_run_within_its_bound(tmp_path: Pa
     assert excluded(place.control) == []
     assert "reproducible" in [one.verdict for one in place.events(Verdict)]
     assert not place.events(RunFinished)
-    recovery = [one for one in place.events(Decision) if one.about == "recovery"]
+    recovery = [one for one in place.events(DecisionMade) if one.about == "recovery"]
     assert recovery[-1].chosen == "stop"
 
 

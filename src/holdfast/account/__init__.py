@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         observed_costs,
         stops_of,
     )
-    from holdfast.account.ledger import Attempt, Ledger, attempts_of, ledger_of, steps_done
+    from holdfast.account.ledger import JournalledAttempt, Ledger, attempts_of, ledger_of, steps_done
     from holdfast.account.remarks import KINDS, Remark, answers_of, counts_by_kind, remarks_of
     from holdfast.account.words import (
         Story,

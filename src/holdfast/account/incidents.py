@@ -16,15 +16,15 @@ from itertools import pairwise
 from statistics import median, mode
 
 from holdfast.account.answers import account_of_exit_code
-from holdfast.account.ledger import Attempt, attempts_of
+from holdfast.account.ledger import JournalledAttempt, attempts_of
 from holdfast.base import plural, printable
 from holdfast.checkpoint.format import parse_name
-from holdfast.journal import REPORTER, Line
+from holdfast.journal import REPORTER, JournalLine
 from holdfast.journal.events import (
     STOP,
     Account,
     CadenceChosen,
-    Decision,
+    DecisionMade,
     RestartFaulted,
     Resumed,
     SaveCommitted,
@@ -77,7 +77,7 @@ class Incident:
     """What was found out later about checkpoints that might have been the cause."""
 
 
-def incidents_of(lines: list[Line]) -> list[Incident]:
+def incidents_of(lines: list[JournalLine]) -> list[Incident]:
     """Every incident of a run, oldest first."""
     life = attempts_of(lines)
     last_at = max((line.at for line in lines), default=0.0)
@@ -126,7 +126,7 @@ def investigations(incidents: Sequence[Incident]) -> list[list[Incident]]:
     return together
 
 
-def stops_of(lines: list[Line]) -> list[Incident]:
+def stops_of(lines: list[JournalLine]) -> list[Incident]:
     """Every stop that was asked for and told of, oldest first: its down time ends with the next launch."""
     life = attempts_of(lines)
     last_at = max((line.at for line in lines), default=0.0)
@@ -145,7 +145,7 @@ class _Fault:
     detected_at: float
 
 
-def _fault(life: list[Attempt], index: int) -> _Fault | None:
+def _fault(life: list[JournalledAttempt], index: int) -> _Fault | None:
     """When an attempt failed, or None if it did not."""
     attempt = life[index]
     outcome = attempt.ended.outcome if attempt.ended else ""
@@ -194,14 +194,14 @@ def done_of(account: Account, resumed: int | None) -> str:
     return f"{account.done[: told.start()]}{where}: {left} to redo{account.done[told.end() :]}"
 
 
-def _since(attempt: Attempt, seen: float) -> float:
+def _since(attempt: JournalledAttempt, seen: float) -> float:
     """When it began to cost time: a rank that stood still did so before it was seen."""
     began = attempt.account.began if attempt.account is not None else None
     return min(seen, began) if began is not None else seen
 
 
 def _incident(
-    life: list[Attempt],
+    life: list[JournalledAttempt],
     number: int,
     index: int,
     fault: _Fault,
@@ -254,7 +254,7 @@ def _incident(
     )
 
 
-def _untold(life: list[Attempt]) -> Account | None:
+def _untold(life: list[JournalledAttempt]) -> Account | None:
     """What can be said of the run's end where nobody's account of it is in the journal."""
     failed = life[-1]
     if failed.ended is None or failed.ended.outcome != "failed" or failed.recovery is not None:
@@ -265,13 +265,13 @@ def _untold(life: list[Attempt]) -> Account | None:
     )
 
 
-def _steps_lost(position: int, resumed: Attempt | None, first: int | None) -> int:
+def _steps_lost(position: int, resumed: JournalledAttempt | None, first: int | None) -> int:
     if resumed is not None and resumed.resumed is not None:
         return max(0, position - resumed.resumed.step)
     return max(0, position - first + 1) if first is not None else 0
 
 
-def _root(attempt: Attempt) -> WorkerFailed | None:
+def _root(attempt: JournalledAttempt) -> WorkerFailed | None:
     """The failure that caused the others: the one recovery named, else a death by signal, else the first."""
     named = attempt.recovery.details.get("root_rank") if attempt.recovery else None
     ordered = [failure for _, failure in sorted(attempt.failures, key=lambda pair: pair[0])]
@@ -281,13 +281,13 @@ def _root(attempt: Attempt) -> WorkerFailed | None:
     return next(iter(by_name or by_signal or [f for f in ordered if not f.left]), None)
 
 
-def _first_fault(attempt: Attempt) -> RestartFaulted | None:
+def _first_fault(attempt: JournalledAttempt) -> RestartFaulted | None:
     """Of a restart in place, the first that is not the loss of a peer only."""
     ordered = sorted(attempt.faults, key=lambda pair: (is_symptom(0, pair[1].detail), pair[0]))
     return ordered[0][1] if ordered else None
 
 
-def _what(attempt: Attempt) -> str:
+def _what(attempt: JournalledAttempt) -> str:
     fault = _first_fault(attempt)
     if fault is not None:  # says more than the record of a process that did not end
         return fault.summary()
@@ -300,7 +300,7 @@ def _what(attempt: Attempt) -> str:
     return f"attempt {attempt.number} was lost with its launcher"
 
 
-def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
+def _evidence(attempt: JournalledAttempt, after: JournalledAttempt | None) -> list[str]:
     """What recovery rested on; what the journal adds to it; and why higher rungs were not used."""
     if attempt.account is not None:
         root = _root(attempt)
@@ -340,7 +340,7 @@ def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
     return [printable(text) for text in dict.fromkeys(evidence)]
 
 
-def _passed_over(attempt: Attempt) -> list[tuple[str, list[str]]]:
+def _passed_over(attempt: JournalledAttempt) -> list[tuple[str, list[str]]]:
     """The rungs above the one it took. Lower ones are no reason for anything."""
     taken = attempt.resumed.step if attempt.resumed is not None else -1
     return [
@@ -350,7 +350,7 @@ def _passed_over(attempt: Attempt) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _decision(failed: Attempt, after: Attempt | None) -> str:
+def _decision(failed: JournalledAttempt, after: JournalledAttempt | None) -> str:
     parts = [failed.recovery.chosen] if failed.recovery is not None else []
     if failed.account is not None:
         resumed = after.resumed.step if after is not None and after.resumed is not None else None
@@ -367,7 +367,7 @@ def _decision(failed: Attempt, after: Attempt | None) -> str:
     return printable("; ".join(parts)) if parts else "none yet"
 
 
-def _chosen(resume: Decision) -> str:
+def _chosen(resume: DecisionMade) -> str:
     name = parse_name(resume.chosen)
     return resume_text(resume.chosen, name.step) if name else resume.chosen
 
@@ -411,7 +411,7 @@ class ObservedCosts:
     """Steps between saves at present."""
 
 
-def observed_costs(lines: list[Line]) -> ObservedCosts:
+def observed_costs(lines: list[JournalLine]) -> ObservedCosts:
     """Everything that the journal says about costs."""
     life = [attempt for attempt in attempts_of(lines) if attempt.resumed is not None or attempt.steps]
     trained = {attempt.number for attempt in life}
@@ -451,7 +451,7 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(median(ordered), ordered[max(0, -(-len(ordered) * 9 // 10) - 1)], len(ordered))
 
 
-def _interval(lines: list[Line], life: list[Attempt]) -> int | None:
+def _interval(lines: list[JournalLine], life: list[JournalledAttempt]) -> int | None:
     """What the newest attempt saves at: as it chose, or else the commonest distance between its saves."""
     for attempt in reversed(life):
         chosen = [

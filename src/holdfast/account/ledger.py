@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from holdfast.journal import REPORTER, AnyEvent, Line, Unknown
+from holdfast.journal import REPORTER, AnyEvent, JournalLine, Unknown
 from holdfast.journal.events import (
     Account,
     AttemptEnded,
     AttemptStarted,
-    Decision,
+    DecisionMade,
     OperatorActed,
     RestartFaulted,
     RestartPlanned,
@@ -41,7 +41,7 @@ CLOSE = 0.001
 """Times nearer than this are taken as the same moment: sums of many floats drift by less."""
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     start: float
     end: float
 
@@ -54,23 +54,23 @@ class Step(NamedTuple):
     loss: float | None
 
 
-def blocked_spans(lines: Iterable[Line]) -> list[Span]:
+def blocked_spans(lines: Iterable[JournalLine]) -> list[TimeSpan]:
     """The times for which a save held training up, in order and without overlap."""
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     for line in lines:
         if isinstance(line.body, SaveCommitted):
             called = line.at - max(0.0, line.body.seconds)
-            spans.append(Span(called, min(line.at, called + max(0.0, line.body.blocked_seconds))))
-    merged: list[Span] = []
+            spans.append(TimeSpan(called, min(line.at, called + max(0.0, line.body.blocked_seconds))))
+    merged: list[TimeSpan] = []
     for span in sorted(spans):
         if merged and span.start <= merged[-1].end:
-            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
+            merged[-1] = TimeSpan(merged[-1].start, max(merged[-1].end, span.end))
         elif span.end > span.start:
             merged.append(span)
     return merged
 
 
-def steps_done(lines: Iterable[Line]) -> list[Step]:
+def steps_done(lines: Iterable[JournalLine]) -> list[Step]:
     """Every completed step, in the order of the journal."""
     lines = list(lines)
     blocked = blocked_spans(lines)
@@ -94,7 +94,7 @@ def steps_done(lines: Iterable[Line]) -> list[Step]:
     return done
 
 
-def _before(moment: float, blocked: list[Span], ends: list[float]) -> float:
+def _before(moment: float, blocked: list[TimeSpan], ends: list[float]) -> float:
     """`moment`, moved to the start of the save it falls into or that has just ended."""
     index = bisect_left(ends, moment - CLOSE)
     if index < len(blocked) and blocked[index].start < moment:
@@ -102,7 +102,7 @@ def _before(moment: float, blocked: list[Span], ends: list[float]) -> float:
     return moment
 
 
-def _back(moment: float, seconds: float, blocked: list[Span], ends: list[float]) -> float:
+def _back(moment: float, seconds: float, blocked: list[TimeSpan], ends: list[float]) -> float:
     """The moment that lies `seconds` of training before `moment`."""
     index = bisect_right(ends, moment) - 1
     while index >= 0 and moment - seconds < ends[index]:
@@ -117,7 +117,7 @@ RESUME = "resume"
 
 
 @dataclass
-class Attempt:
+class JournalledAttempt:
     """What the journal says of one attempt."""
 
     number: int
@@ -141,9 +141,9 @@ class Attempt:
     """What was told of its end."""
     told_at: float | None = None
     """When that was."""
-    recovery: Decision | None = None
+    recovery: DecisionMade | None = None
     recovery_at: float | None = None
-    resume: Decision | None = None
+    resume: DecisionMade | None = None
     rejected: dict[str, list[str]] = field(default_factory=dict)
     """Rungs it could not use, with the reasons."""
     saves: list[tuple[float, SaveCommitted]] = field(default_factory=list)
@@ -167,9 +167,9 @@ class Attempt:
         return max(known, default=None)
 
 
-def attempts_of(lines: list[Line]) -> list[Attempt]:
+def attempts_of(lines: list[JournalLine]) -> list[JournalledAttempt]:
     """The run's attempts, in order."""
-    found: dict[int, Attempt] = {}
+    found: dict[int, JournalledAttempt] = {}
     for line in lines:
         number = line.attempt
         if isinstance(line.body, RestartFaulted | RestartPlanned):
@@ -180,7 +180,7 @@ def attempts_of(lines: list[Line]) -> list[Attempt]:
             number = max(found)
         attempt = found.get(number)
         if attempt is None:
-            attempt = found[number] = Attempt(number, line.at, line.at)
+            attempt = found[number] = JournalledAttempt(number, line.at, line.at)
         _add(attempt, line)
     for step in steps_done(lines):
         found[step.attempt].steps.append(step)
@@ -192,16 +192,16 @@ def _about_an_earlier_one(body: AnyEvent | Unknown) -> bool:
     return (
         isinstance(body, Account)
         or (isinstance(body, AttemptEnded) and body.outcome == "lost")
-        or (isinstance(body, Decision) and body.about == RECOVERY)
+        or (isinstance(body, DecisionMade) and body.about == RECOVERY)
     )
 
 
-def _lived(attempt: Attempt) -> bool:
+def _lived(attempt: JournalledAttempt) -> bool:
     """Whether it is an attempt at all; a launcher's own lines before its first attempt are none."""
     return bool(attempt.started or attempt.resumed or attempt.steps or attempt.failures or attempt.ended)
 
 
-def _add(attempt: Attempt, line: Line) -> None:
+def _add(attempt: JournalledAttempt, line: JournalLine) -> None:
     body = line.body
     match body:
         case AttemptStarted():
@@ -222,9 +222,9 @@ def _add(attempt: Attempt, line: Line) -> None:
             attempt.planned = body
         case Account() if attempt.account is None or attempt.account.alone or not body.alone:
             attempt.account, attempt.told_at = body, line.at
-        case Decision(about=about) if about == RECOVERY:
+        case DecisionMade(about=about) if about == RECOVERY:
             attempt.recovery, attempt.recovery_at = body, line.at
-        case Decision(about=about) if about == RESUME:
+        case DecisionMade(about=about) if about == RESUME:
             attempt.resume = body
             for option in body.rejected:
                 _reject(attempt, option.option, option.why)
@@ -238,7 +238,7 @@ def _add(attempt: Attempt, line: Line) -> None:
         attempt.last_at = max(attempt.last_at, line.at)
 
 
-def _reject(attempt: Attempt, checkpoint: str, reasons: list[str]) -> None:
+def _reject(attempt: JournalledAttempt, checkpoint: str, reasons: list[str]) -> None:
     known = attempt.rejected.setdefault(checkpoint, [])
     known.extend(reason for reason in reasons if reason not in known)
 
@@ -280,16 +280,16 @@ class Ledger:
         return [(part.name, getattr(self, part.name)) for part in fields(self)]
 
 
-def ledger_of(lines: list[Line]) -> Ledger:
+def ledger_of(lines: list[JournalLine]) -> Ledger:
     """Account for every second between the first line and the last."""
     if not lines:
         return Ledger()
     begin, end = min(line.at for line in lines), max(line.at for line in lines)
-    claims: list[tuple[int, str, Span]] = []
+    claims: list[tuple[int, str, TimeSpan]] = []
     highest: int | None = None
     life = attempts_of(lines)
     if life:
-        claims.append((2, "starting", Span(begin, life[0].first_at)))
+        claims.append((2, "starting", TimeSpan(begin, life[0].first_at)))
     for attempt in life:
         over = end
         if attempt.failed_at is not None:
@@ -300,18 +300,18 @@ def ledger_of(lines: list[Line]) -> Ledger:
             over = attempt.last_at
         begun = attempt.first_at
         trained = attempt.steps[0].start if attempt.steps else over
-        claims.append((1, "other", Span(begun, over)))
-        claims.append((2, "starting", Span(begun, trained)))
+        claims.append((1, "other", TimeSpan(begun, over)))
+        claims.append((2, "starting", TimeSpan(begun, trained)))
         for step in attempt.steps:
             again = highest is not None and step.step <= highest
-            claims.append((3, "recomputed" if again else "productive", Span(step.start, step.end)))
+            claims.append((3, "recomputed" if again else "productive", TimeSpan(step.start, step.end)))
         if attempt.steps:
             highest = max(highest if highest is not None else 0, *(step.step for step in attempt.steps))
     claims.extend((4, "saving", span) for span in blocked_spans(lines))
     return Ledger(**_sweep(claims, begin, end))
 
 
-def _sweep(claims: list[tuple[int, str, Span]], begin: float, end: float) -> dict[str, float]:
+def _sweep(claims: list[tuple[int, str, TimeSpan]], begin: float, end: float) -> dict[str, float]:
     """Cut [begin, end] at every claim's edge and give each piece to its strongest claim, else to `down`."""
     edges: list[tuple[float, int, int, str]] = []
     for rank, name, span in claims:

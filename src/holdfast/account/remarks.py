@@ -13,7 +13,7 @@ from statistics import median
 from holdfast.account.incidents import Incident
 from holdfast.base import duration, plural, printable, size
 from holdfast.checkpoint.format import parse_name
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import (
     STOP,
     Account,
@@ -98,13 +98,13 @@ def answers_of(remark: Remark) -> list[tuple[str, str]]:
     return [(question, answer) for question, answer in asked if answer]
 
 
-def remarks_of(lines: Sequence[Line], incidents: Sequence[Incident] = ()) -> list[Remark]:
+def remarks_of(lines: Sequence[JournalLine], incidents: Sequence[Incident] = ()) -> list[Remark]:
     """Everything of that sort, oldest first; `found`: refusals that these tell of are not told again."""
     told = {text.partition(":")[0] for incident in incidents for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
     slow: dict[str, StragglerFound] = {}
-    first_drop: Line | None = None
+    first_drop: JournalLine | None = None
     for index, line in enumerate(lines):
         body = line.body
         if isinstance(body, StepRejected) and body.then == "dropped":
@@ -135,9 +135,9 @@ def remarks_of(lines: Sequence[Line], incidents: Sequence[Incident] = ()) -> lis
     return sorted(kept.values(), key=lambda remark: remark.at)
 
 
-def _slow_saves(lines: Sequence[Line]) -> dict[str, list[tuple[Line, SaveCommitted]]]:
+def _slow_saves(lines: Sequence[JournalLine]) -> dict[str, list[tuple[JournalLine, SaveCommitted]]]:
     """By the directory that it was."""
-    saves: dict[str, list[tuple[Line, SaveCommitted]]] = {}
+    saves: dict[str, list[tuple[JournalLine, SaveCommitted]]] = {}
     for line in lines:
         if isinstance(line.body, SaveCommitted) and is_slow_save(line.body):
             saves.setdefault(line.body.root, []).append((line, line.body))
@@ -158,7 +158,9 @@ def slow_storage_advice(blocked: float) -> str:
     )
 
 
-def _slow_storage(root: str, saves: Sequence[tuple[Line, SaveCommitted]], lines: Sequence[Line]) -> Remark:
+def _slow_storage(
+    root: str, saves: Sequence[tuple[JournalLine, SaveCommitted]], lines: Sequence[JournalLine]
+) -> Remark:
     every = [line.body for line in lines if isinstance(line.body, SaveCommitted) and line.body.root == root]
     stored, taken = sum(one.bytes for _, one in saves), sum(one.stored_seconds for _, one in saves)
     blocked = sum(one.blocked_seconds for _, one in saves)
@@ -186,12 +188,12 @@ def _slow_storage(root: str, saves: Sequence[tuple[Line, SaveCommitted]], lines:
     )
 
 
-def _usual_step(lines: Sequence[Line]) -> float:
+def _usual_step(lines: Sequence[JournalLine]) -> float:
     taken = [second for line in lines if isinstance(line.body, StepsDone) for second in line.body.seconds]
     return median(taken) if taken else 0.0
 
 
-def _dropped(dropped: dict[int, StepRejected], line: Line, usual: float) -> Remark:
+def _dropped(dropped: dict[int, StepRejected], line: JournalLine, usual: float) -> Remark:
     steps = sorted(dropped)
     named = ", ".join(map(str, steps[:NAMED])) + (
         f" and {len(steps) - NAMED} more" if len(steps) > NAMED else ""
@@ -268,7 +270,7 @@ def resize_text(body: Resumed) -> str:
     )
 
 
-def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
+def _of(lines: Sequence[JournalLine], index: int, told: set[str]) -> Remark | None:
     line = lines[index]
     body = line.body
     match body:
@@ -310,7 +312,7 @@ _FULL = ("No space left on device", "Disk quota exceeded")
 """How an error says that there is no room."""
 
 
-def _kept_out(body: HealthFailed, line: Line) -> Remark:
+def _kept_out(body: HealthFailed, line: JournalLine) -> Remark:
     """A node whose health checks did not let it take part."""
     who, why = f"node {printable(body.node)}", "; ".join(printable(text) for text in body.problems)
     return Remark(
@@ -322,7 +324,7 @@ def _kept_out(body: HealthFailed, line: Line) -> Remark:
     )  # fmt: skip
 
 
-def _say_which(remark: Remark, lines: Sequence[Line]) -> None:
+def _say_which(remark: Remark, lines: Sequence[JournalLine]) -> None:
     """Of failed copies: of which checkpoints they were, and whether they were made later after all."""
     failed: dict[str, int] = {}
     for line in lines:
@@ -355,7 +357,7 @@ _ASKED_BY = {
 }
 
 
-def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
+def _stop(body: StopAsked, line: JournalLine, after: Sequence[JournalLine]) -> Remark:
     own = [one for one in after if one.attempt == line.attempt]
     saved = next((one.body for one in own if isinstance(one.body, StopSaved)), None)
     forced = next((one.body for one in own if isinstance(one.body, StopForced)), None)
@@ -400,7 +402,7 @@ def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
     )
 
 
-def _slow(body: StragglerFound, line: Line) -> Remark:
+def _slow(body: StragglerFound, line: JournalLine) -> Remark:
     named = f"rank {body.rank} on {body.node}" if body.rank is not None else f"node {body.node}"
     who, why = printable(named), printable(body.why)
     each = f", {duration(body.seconds)} of every step" if body.seconds else ""
@@ -420,13 +422,13 @@ def _slow(body: StragglerFound, line: Line) -> Remark:
     )
 
 
-def _add_up(remark: Remark, body: StragglerFound, lines: Sequence[Line]) -> None:
+def _add_up(remark: Remark, body: StragglerFound, lines: Sequence[JournalLine]) -> None:
     remark.seconds = _waited_for(body, lines)
     each = f"{duration(body.seconds)} of every step" if body.seconds else ""
     remark.cost = f"the others waited {duration(remark.seconds)} for it in all" if remark.seconds else each
 
 
-def _waited_for(body: StragglerFound, lines: Sequence[Line]) -> float:
+def _waited_for(body: StragglerFound, lines: Sequence[JournalLine]) -> float:
     """For how long the others waited for it in all, by what every comparison measured: how much later than
     most it arrived in an average step, times the steps."""
     total = sum(
@@ -437,7 +439,7 @@ def _waited_for(body: StragglerFound, lines: Sequence[Line]) -> float:
     )
 
 
-def _refused(body: RungRejected, line: Line, after: Sequence[Line]) -> Remark:
+def _refused(body: RungRejected, line: JournalLine, after: Sequence[JournalLine]) -> Remark:
     name = parse_name(body.checkpoint)
     which = f"the checkpoint at step {name.step}" if name else printable(body.checkpoint)
     why = "; ".join(printable(reason) for reason in body.reasons[:2])

@@ -21,7 +21,7 @@ from holdfast.account.remarks import (
 from holdfast.base import duration, plural, printable, size
 from holdfast.checkpoint.format import parse_name
 from holdfast.errors import ExitCode
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import (
     Account,
     Resumed,
@@ -187,7 +187,7 @@ class Story:
         self._suspects |= set(account.suspects)
         self._refused, self._unsound = set(), False
 
-    def line(self, line: Line) -> str | None:
+    def line(self, line: JournalLine) -> str | None:
         """What to print for this line; None for nothing."""
         body = line.body
         if isinstance(body, RungRejected):
@@ -206,7 +206,7 @@ class Story:
             return _slow_storage_text(body)
         return None
 
-    def is_back(self, line: Line) -> Account | None:
+    def is_back(self, line: JournalLine) -> Account | None:
         """The incident that this line ends: the run has done again what it had done before it."""
         account, body = self._open, line.body
         if account is None or not isinstance(body, StepsDone) or line.attempt <= account.attempt:

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from holdfast.base.lines import (
         FORMAT_VARIABLE,
         VERBOSITY_VARIABLE,
-        Kind,
+        LineKind,
+        LineSource,
         LiveLine,
         LogFormat,
         Rendered,
-        Source,
         Verbosity,
         duration,
         escaped,

@@ -132,7 +132,7 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-class Kind(StrEnum):
+class LineKind(StrEnum):
     """What a line is about, for programs. Names are stable; new ones may come."""
 
     INCIDENT = "incident"
@@ -150,7 +150,7 @@ class Kind(StrEnum):
     MESSAGE = "message"
 
 
-class Source(StrEnum):
+class LineSource(StrEnum):
     """Who is speaking in a line."""
 
     LAUNCHER = "launcher"
@@ -160,13 +160,13 @@ class Source(StrEnum):
     COMMAND = "command"
 
 
-class Line(NamedTuple):
+class OutputLine(NamedTuple):
     at: float
-    source: Source
+    source: LineSource
     rank: int | None
     host: str
     attempt: int | None
-    kind: Kind
+    kind: LineKind
     level: str
     """info, warning or error."""
     text: str
@@ -176,25 +176,30 @@ class Line(NamedTuple):
 
 
 _BEGINNINGS = (
-    ("warning: ", Kind.WARNING),
-    ("note: ", Kind.NOTE),
-    ("error: ", Kind.ERROR),
-    ("stopped: ", Kind.STOPPED),
-    ("stopped by ", Kind.STOPPED),
-    ("asked to stop: ", Kind.STOP),
-    ("the stop ", Kind.STOP),
-    ("save ", Kind.SAVE),
-    ("saving holds ", Kind.SAVE),
-    ("straggler", Kind.STRAGGLER),
-    ("waiting for ", Kind.WAIT),
-    ("back at step ", Kind.BACK),
-    ("finished: ", Kind.FINISHED),
-    ("goes on from step ", Kind.RESUME),
-    ("begins anew: ", Kind.RESUME),
-    ("the checkpoint ", Kind.RESUME),
+    ("warning: ", LineKind.WARNING),
+    ("note: ", LineKind.NOTE),
+    ("error: ", LineKind.ERROR),
+    ("stopped: ", LineKind.STOPPED),
+    ("stopped by ", LineKind.STOPPED),
+    ("asked to stop: ", LineKind.STOP),
+    ("the stop ", LineKind.STOP),
+    ("save ", LineKind.SAVE),
+    ("saving holds ", LineKind.SAVE),
+    ("straggler", LineKind.STRAGGLER),
+    ("waiting for ", LineKind.WAIT),
+    ("back at step ", LineKind.BACK),
+    ("finished: ", LineKind.FINISHED),
+    ("goes on from step ", LineKind.RESUME),
+    ("begins anew: ", LineKind.RESUME),
+    ("the checkpoint ", LineKind.RESUME),
 )
-_LEVELS = {Kind.WARNING: "warning", Kind.INCIDENT: "warning", Kind.ERROR: "error", Kind.STOPPED: "error"}
-_CUT = (Kind.WARNING, Kind.NOTE, Kind.ERROR)
+_LEVELS = {
+    LineKind.WARNING: "warning",
+    LineKind.INCIDENT: "warning",
+    LineKind.ERROR: "error",
+    LineKind.STOPPED: "error",
+}
+_CUT = (LineKind.WARNING, LineKind.NOTE, LineKind.ERROR)
 """Kinds whose name begins the text; in JSON it is a field of its own."""
 
 
@@ -209,24 +214,24 @@ def is_format(text: str) -> bool:
     return not text or text in set(LogFormat)
 
 
-def kind_of(text: str) -> Kind:
+def kind_of(text: str) -> LineKind:
     """What a sentence is about, judging by its beginning."""
-    return next((kind for begins, kind in _BEGINNINGS if text.startswith(begins)), Kind.MESSAGE)
+    return next((kind for begins, kind in _BEGINNINGS if text.startswith(begins)), LineKind.MESSAGE)
 
 
-def level_of(kind: Kind) -> str:
+def level_of(kind: LineKind) -> str:
     return _LEVELS.get(kind, "info")
 
 
-def as_text(line: Line) -> str:
+def as_text(line: OutputLine) -> str:
     """`11:22:33 holdfast: …` of the launcher, `11:22:33 holdfast[rank 0]: …` of a rank."""
-    if line.source is Source.COMMAND:
+    if line.source is LineSource.COMMAND:
         return f"{PREFIX}{line.text}"
     who = f"holdfast[rank {line.rank}]" if line.rank is not None else "holdfast"
     return f"{time.strftime('%H:%M:%S', time.localtime(line.at))} {who}: {line.text}"
 
 
-def as_json(line: Line) -> str:
+def as_json(line: OutputLine) -> str:
     """One object on one line. The fields are listed in docs/guides/launcher.md and will not change."""
     text = line.text
     if line.kind in _CUT:
@@ -251,7 +256,13 @@ RED, GREEN, BOLD, DIM, PLAIN = "\x1b[1;31m", "\x1b[32m", "\x1b[1m", "\x1b[2m", "
 CLEAR = "\x1b[K"
 """Clears from the cursor to the end of its line."""
 _LABELS = ("why:", "done:", "next:", "file:", "more:")
-_COLOURS = {Kind.INCIDENT: RED, Kind.STOPPED: RED, Kind.ERROR: RED, Kind.BACK: GREEN, Kind.FINISHED: GREEN}
+_COLOURS = {
+    LineKind.INCIDENT: RED,
+    LineKind.STOPPED: RED,
+    LineKind.ERROR: RED,
+    LineKind.BACK: GREEN,
+    LineKind.FINISHED: GREEN,
+}
 
 
 def rewrites(environ: Mapping[str, str], *, terminal: bool) -> bool:
@@ -264,7 +275,7 @@ def has_colour(environ: Mapping[str, str], *, terminal: bool) -> bool:
     return rewrites(environ, terminal=terminal) and not environ.get("NO_COLOR")
 
 
-def painted(shown: str, kind: Kind) -> str:
+def painted(shown: str, kind: LineKind) -> str:
     """The text of a line with its headline in the colour of its kind, and the labels below it in bold."""
     first, *rest = shown.split("\n")
     stamp, colon, headline = first.partition(": ")
@@ -285,7 +296,7 @@ _LAUNCH = "HOLDFAST_LAUNCH"
 class OwnLines(logging.Handler):
     """Takes what no other handler takes, as `logging.lastResort` would."""
 
-    def __init__(self, source: Source | None = None) -> None:
+    def __init__(self, source: LineSource | None = None) -> None:
         """`source`: who this process is; None to take it from the environment."""
         debug = verbosity(os.environ) is Verbosity.DEBUG
         super().__init__(logging.INFO if debug else logging.WARNING)
@@ -302,7 +313,7 @@ class OwnLines(logging.Handler):
         speak(text, source=self.source, level=level)
 
 
-def install(source: Source | None = None) -> None:
+def install(source: LineSource | None = None) -> None:
     """From now on, write what Holdfast logs and no other handler takes as lines of this process."""
     log = logging.getLogger("holdfast")
     for handler in [one for one in log.handlers if isinstance(one, OwnLines)]:
@@ -325,8 +336,8 @@ def is_taken(log: logging.Logger) -> bool:
 def speak(
     text: str,
     *,
-    source: Source | None = None,
-    kind: Kind | None = None,
+    source: LineSource | None = None,
+    kind: LineKind | None = None,
     level: str = "",
     attempt: int | None = None,
     more: Mapping[str, Any] | None = None,
@@ -346,8 +357,8 @@ def rendered(
     text: str,
     stream: TextIO | None = None,
     *,
-    source: Source | None = None,
-    kind: Kind | None = None,
+    source: LineSource | None = None,
+    kind: LineKind | None = None,
     level: str = "",
     attempt: int | None = None,
     more: Mapping[str, Any] | None = None,
@@ -355,7 +366,7 @@ def rendered(
     """The line as it is written to `stream`, without its line end; if no stream is given, as in a file."""
     kind = kind_of(text) if kind is None else kind
     source, rank, own = _who(os.environ) if source is None else (source, None, None)
-    line = Line(
+    line = OutputLine(
         at=time.time(),
         source=source,
         rank=rank,
@@ -366,7 +377,7 @@ def rendered(
         text=text,
         more=more or {},
     )
-    if log_format(os.environ) is LogFormat.JSON and source is not Source.COMMAND:
+    if log_format(os.environ) is LogFormat.JSON and source is not LineSource.COMMAND:
         return as_json(line)
     shown, terminal = as_text(line), stream is not None and _is_terminal(stream)
     if has_colour(os.environ, terminal=terminal):
@@ -382,7 +393,7 @@ def say_as_rank(text: str, to: TextIO | None = None) -> None:
         speak(text, to=to)
 
 
-def _who(environ: Mapping[str, str]) -> tuple[Source, int | None, int | None]:
+def _who(environ: Mapping[str, str]) -> tuple[LineSource, int | None, int | None]:
     """Who a process other than the launcher is: its rank and attempt, as far as its environment tells."""
     rank = environ.get("RANK", "")
     attempt = None
@@ -390,8 +401,8 @@ def _who(environ: Mapping[str, str]) -> tuple[Source, int | None, int | None]:
         found = json.loads(environ.get(_LAUNCH, "null")).get("attempt")
         attempt = found if isinstance(found, int) else None
     if rank.isdecimal():
-        return Source.RANK, int(rank), attempt
-    return Source.SCRIPT, None, attempt
+        return LineSource.RANK, int(rank), attempt
+    return LineSource.SCRIPT, None, attempt
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -416,7 +427,7 @@ class LiveLine:
     takes its place without having to know about it.
     """
 
-    def __init__(self, source: Source | None = None, *, attempt: int | None = None) -> None:
+    def __init__(self, source: LineSource | None = None, *, attempt: int | None = None) -> None:
         self._source, self._attempt = source, attempt
         self._told: float | None = None
         self._shown = False
@@ -442,7 +453,7 @@ class LiveLine:
             speak(
                 in_words(waiting),
                 source=self._source,
-                kind=Kind.WAIT,
+                kind=LineKind.WAIT,
                 attempt=self._attempt,
                 more={
                     "wait": {

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.export import export_weights
     from holdfast.checkpoint.format.structure import check_structure, verify
     from holdfast.checkpoint.read_back import ReadBack, gone_since, last_read_back, no_such, reading, removed
-    from holdfast.checkpoint.retention import Item, Outcome, Retainer, Retention, deletion_event, empty
+    from holdfast.checkpoint.retention import (
+        JudgedCheckpoint,
+        Retainer,
+        Retention,
+        RetentionOutcome,
+        deletion_event,
+        empty,
+    )
 else:
     __getattr__ = offers(__name__)

@@ -233,7 +233,7 @@ class LookAgain(msgspec.Struct, frozen=True):
     """There is something to be read."""
 
 
-class Trouble(msgspec.Struct, frozen=True):
+class ReadingTrouble(msgspec.Struct, frozen=True):
     """What a person should know, in words."""
 
     text: str
@@ -260,7 +260,7 @@ class ReadBack:
         self._journal = journal
         self._settle = SETTLE if settle is None else settle
         self._due: float | None = None
-        self._child: Companion[Packets[Trouble]] | None = None
+        self._child: Companion[Packets[ReadingTrouble]] | None = None
         self._started = 0
 
     @property
@@ -306,7 +306,7 @@ class ReadBack:
                 "none is read back any more before the next start"
             )
             return
-        self._child = Companion(self._spawn, Packets.pair(Trouble))
+        self._child = Companion(self._spawn, Packets.pair(ReadingTrouble))
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         order = msgspec.json.encode(self._order).decode()
@@ -491,7 +491,7 @@ class Reader:
 
     def _tell(self, text: str) -> None:
         with contextlib.suppress(Gone):
-            self._line.send(Trouble(text[:LONGEST]))
+            self._line.send(ReadingTrouble(text[:LONGEST]))
 
 
 def _step_back(parent: int) -> None:

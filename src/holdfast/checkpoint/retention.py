@@ -65,7 +65,7 @@ CLOSE_WAIT = 5.0
 """How long the end of a run waits for deletions that are still going on."""
 
 
-class Item(msgspec.Struct, frozen=True, kw_only=True):
+class JudgedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One checkpoint and what becomes of it."""
 
     name: CheckpointName
@@ -75,17 +75,17 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RetentionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan came to."""
 
-    items: list[Item]
+    items: list[JudgedCheckpoint]
     trashed: list[Path]
     """To be deleted by `empty`; no longer checkpoints."""
     error: OSError | HoldfastError | None
     """What kept the rest of the plan from being carried out."""
 
 
-class _Look(msgspec.Struct, frozen=True, kw_only=True):
+class _Examined(msgspec.Struct, frozen=True, kw_only=True):
     condition: Condition
     problem: str
     created: float
@@ -106,12 +106,12 @@ class Retention:
         self._book = StandingBook(control, root.path)
         self._records: dict[CheckpointName, CommitRecord] | None = None
         self._off_line: set[CheckpointName] = set()
-        self._looks: dict[CheckpointName, _Look] = {}
+        self._looks: dict[CheckpointName, _Examined] = {}
         self._read_backs: dict[CheckpointName, ReadBackRecord] = {}
 
     # --- deciding -------------------------------------------------------------------------------------------
 
-    def plan(self, attempt: int | None = None) -> list[Item]:
+    def plan(self, attempt: int | None = None) -> list[JudgedCheckpoint]:
         """What would be kept and deleted now, and why; changes nothing. `attempt` is the one that runs."""
         present = self._root.names()
         records = self._known(present, attempt)
@@ -131,9 +131,11 @@ class Retention:
                 fresh.add(name)
         return [self._item(name, standings[name], verdicts[str(name)]) for name in present]
 
-    def _item(self, name: CheckpointName, standing: str, verdict: RetentionRuling) -> Item:
+    def _item(self, name: CheckpointName, standing: str, verdict: RetentionRuling) -> JudgedCheckpoint:
         look = self._looks[name]
-        return Item(name=name, standing=standing, keep=verdict.keep, reason=verdict.reason, bytes=look.bytes)
+        return JudgedCheckpoint(
+            name=name, standing=standing, keep=verdict.keep, reason=verdict.reason, bytes=look.bytes
+        )
 
     def _known(
         self, present: list[CheckpointName], attempt: int | None
@@ -214,7 +216,7 @@ class Retention:
         bad = self._looks[name].condition is not Condition.SOUND
         return bad and bool(removed(self._root.committed(name), self._control))
 
-    def _look(self, name: CheckpointName) -> _Look:
+    def _look(self, name: CheckpointName) -> _Examined:
         directory = self._root.committed(name)
         record = (self._records or {}).get(name)
         inspection = check_structure(directory)
@@ -228,7 +230,7 @@ class Retention:
             unknown = any(found.reason is Reason.UNREADABLE for found in inspection.problems)
             unknown = unknown or (inspection.manifest is None and _may_be_intact(directory, record))
             condition = Condition.UNREADABLE if unknown else Condition.BROKEN
-        return _Look(
+        return _Examined(
             condition=condition,
             problem=problem,
             created=inspection.manifest.created if inspection.manifest is not None else 0.0,
@@ -237,9 +239,9 @@ class Retention:
 
     # --- doing ----------------------------------------------------------------------------------------------
 
-    def take_away(self, plan: list[Item], fence: Fence) -> Outcome:
+    def take_away(self, plan: list[JudgedCheckpoint], fence: Fence) -> RetentionOutcome:
         """Move what the plan gives up into the trash; what was not moved is kept, with the reason."""
-        items: list[Item] = []
+        items: list[JudgedCheckpoint] = []
         trashed: list[Path] = []
         stopped: OSError | HoldfastError | None = None
         for item in plan:
@@ -264,9 +266,9 @@ class Retention:
                 fsync_dir(self._root.path)
         except OSError as error:
             stopped, trashed = error, []  # the next start sweeps the trash
-        return Outcome(items=items, trashed=trashed, error=stopped)
+        return RetentionOutcome(items=items, trashed=trashed, error=stopped)
 
-    def _move(self, item: Item, place: Path, fence: Fence) -> bool:
+    def _move(self, item: JudgedCheckpoint, place: Path, fence: Fence) -> bool:
         """One checkpoint into the trash; False if somebody reads it."""
         assert self._records is not None
         record, directory = self._records[item.name], self._root.committed(item.name)
@@ -348,7 +350,7 @@ class Retainer:
             )
             self._deleting.start()
 
-    def _pass(self) -> Outcome:
+    def _pass(self) -> RetentionOutcome:
         return self._retention.take_away(self._retention.plan(self._attempt), self._fence)
 
     def _warn(self, error: Exception) -> None:
@@ -362,7 +364,7 @@ class Retainer:
             self._deleting.join(CLOSE_WAIT)
 
 
-def deletion_event(items: list[Item]) -> CheckpointsDeleted:
+def deletion_event(items: list[JudgedCheckpoint]) -> CheckpointsDeleted:
     gone = [item for item in items if not item.keep]
     return CheckpointsDeleted(
         names=[str(item.name) for item in gone],

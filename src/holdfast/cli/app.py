@@ -11,7 +11,7 @@ import sys
 import typer
 
 from holdfast import __version__
-from holdfast.base import LogFormat, Source, install, log_format, speak
+from holdfast.base import LineSource, LogFormat, install, log_format, speak
 from holdfast.cli import ckpt, clean, config, control, doctor, plan, recover, run, slurm, status
 from holdfast.errors import ExitCode, HoldfastError
 
@@ -81,7 +81,7 @@ def main() -> None:
     Whoever stops reading our output (`| head`) has seen enough: that is no failure.
     """
     _open_standard_files()
-    install(Source.COMMAND)
+    install(LineSource.COMMAND)
     for stream in (sys.stdout, sys.stderr):  # a name that this encoding cannot express is shown, not fatal
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -179,7 +179,7 @@ def complain(text: str) -> None:
     # The launcher speaks like any other command, unless lines are to be JSON.
     launcher = sys.argv[1:2] == ["run"] and log_format(os.environ) is LogFormat.JSON
     with contextlib.suppress(OSError, ValueError):
-        speak(text, source=Source.LAUNCHER if launcher else Source.COMMAND)
+        speak(text, source=LineSource.LAUNCHER if launcher else LineSource.COMMAND)
 
 
 def _flushed(code: int | str | None) -> int | str | None:

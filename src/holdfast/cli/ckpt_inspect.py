@@ -483,7 +483,7 @@ def _record(
 ) -> list[str]:
     """Write it down. Returns, in words, what could not be written beside the checkpoints."""
     from holdfast.journal import JournalWriter
-    from holdfast.journal.events import Decision
+    from holdfast.journal.events import DecisionMade
     from holdfast.record import Standing, StandingBook, attempt_numbers
 
     book = StandingBook(control, root)
@@ -505,7 +505,7 @@ def _record(
     if others:
         evidence.append(f"with it, as saved from it: {', '.join(names[1:])}")
     journal.write(
-        Decision(
+        DecisionMade(
             about="standing",
             chosen=f"{names[0]} is {verdict}",
             evidence=evidence,

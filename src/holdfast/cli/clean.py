@@ -13,8 +13,8 @@ import typer
 from holdfast.cli.output import CONFIG, JSON, YES, print_columns, print_json
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint import Item, Outcome, Retention
-    from holdfast.checkpoint.copies import Cleaning, CleaningRuling, Found
+    from holdfast.checkpoint import JudgedCheckpoint, Retention, RetentionOutcome
+    from holdfast.checkpoint.copies import Cleaning, CleaningRuling, FoundPlace
     from holdfast.record import ControlDirectory, Fence
 
 
@@ -81,7 +81,7 @@ def gc(
         raise HoldfastError(f"could not delete all: {error}") if isinstance(error, OSError) else error
 
 
-def _delete(control: ControlDirectory, retention: Retention) -> Outcome:
+def _delete(control: ControlDirectory, retention: Retention) -> RetentionOutcome:
     """Plan and delete while holding the run's lease, so that meanwhile no attempt begins, reads or saves."""
     import os
 
@@ -119,7 +119,7 @@ def _holding(control: ControlDirectory) -> Iterator[Fence]:
 # --- printing -----------------------------------------------------------------------------------------------
 
 
-def _print_deletions(folder: Path, items: list[Item], *, dry_run: bool, as_json: bool) -> None:
+def _print_deletions(folder: Path, items: list[JudgedCheckpoint], *, dry_run: bool, as_json: bool) -> None:
     freed = sum(item.bytes for item in items if not item.keep)
     if as_json:
         import json
@@ -147,7 +147,7 @@ def _print_deletions(folder: Path, items: list[Item], *, dry_run: bool, as_json:
     typer.echo(f"{folder}: {kept} kept, {end}")
 
 
-def _deletion_row(item: Item) -> dict[str, Any]:
+def _deletion_row(item: JudgedCheckpoint) -> dict[str, Any]:
     return {
         "name": str(item.name),
         "step": item.name.step,
@@ -203,7 +203,7 @@ def clean(
     """
     import os
 
-    from holdfast.checkpoint.copies import Cleaning as Outcome
+    from holdfast.checkpoint.copies import Cleaning as RetentionOutcome
     from holdfast.checkpoint.copies import Rules, judge, look, remove
     from holdfast.errors import HoldfastError, UsageError
 
@@ -211,7 +211,9 @@ def clean(
     rules = Rules(older_than * 3600, tuple(runs or ()), keep_resumable, force)
     try:
         outcomes = [
-            Outcome(found, judge(found, rules, os.geteuid())) for folder in folders for found in look(folder)
+            RetentionOutcome(found, judge(found, rules, os.geteuid()))
+            for folder in folders
+            for found in look(folder)
         ]
     except OSError as error:
         raise UsageError(f"{error.filename or folders[0]}: cannot be read: {error.strerror}") from error
@@ -296,7 +298,7 @@ def _hours(seconds: float) -> str:
     return duration(max(0.0, seconds))
 
 
-def _row(found: Found, verdict: CleaningRuling, error: str, *, dry_run: bool) -> dict[str, Any]:
+def _row(found: FoundPlace, verdict: CleaningRuling, error: str, *, dry_run: bool) -> dict[str, Any]:
     from holdfast.base import printable
 
     return {

@@ -12,7 +12,7 @@ from holdfast.cli.output import CONFIG
 if TYPE_CHECKING:
     from holdfast.cluster import SlurmJob
     from holdfast.config import Settings
-    from holdfast.health import Check, NodeReport, Report
+    from holdfast.health import Check, DoctorReport, NodeReport
 
 
 def doctor(
@@ -130,16 +130,16 @@ def _job() -> SlurmJob:
     return job
 
 
-def _print_json(report: Report) -> None:
+def _print_json(report: DoctorReport) -> None:
     import msgspec
 
     typer.echo(msgspec.json.encode(report).decode())
 
 
-def _print(report: Report) -> None:
+def _print(report: DoctorReport) -> None:
     from holdfast.base import plural, printable
     from holdfast.cli.output import print_columns
-    from holdfast.health import Status
+    from holdfast.health import HealthStatus
 
     rows = [(one.node, result) for one in report.nodes for result in one.results]
     rows += [("all", result) for result in report.between]
@@ -149,12 +149,12 @@ def _print(report: Report) -> None:
         for node, result in rows
     ]
     print_columns(lines)
-    bad = [(node, result) for node, result in rows if result.status is not Status.OK]
+    bad = [(node, result) for node, result in rows if result.status is not HealthStatus.OK]
     if bad:
         typer.echo("\nWhat to do:")
     for node, result in bad:
         where = f"{node}, " if many else ""
         typer.echo(f"  {where}{result.name}: {printable(result.fix) or 'nothing is known to do'}")
-    counts = {status: sum(result.status is status for _, result in rows) for status in Status}
+    counts = {status: sum(result.status is status for _, result in rows) for status in HealthStatus}
     told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     typer.echo(f"\n{plural(len(report.nodes), 'node')}: {report.status} ({told})")

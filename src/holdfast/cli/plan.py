@@ -21,7 +21,7 @@ LARGEST = 31_536_000
 
 
 @dataclass(frozen=True)
-class Known:
+class SourcedNumber:
     """A number and where it came from."""
 
     value: float
@@ -115,7 +115,7 @@ def _costs(
     blocked: float | None,
     step: float | None,
     restart: float | None,
-) -> dict[str, Known]:
+) -> dict[str, SourcedNumber]:
     from holdfast.policy import DEFAULT_RESTART
 
     found = {
@@ -123,10 +123,12 @@ def _costs(
         "blocked": _known(blocked, seen.blocked if seen else None, "save"),
         "commit": _known(save, seen.commit if seen else None, "save"),
         "restart": _known(restart, seen.down if seen else None, "incident")
-        or Known(DEFAULT_RESTART, "assumed; it does not change the interval, only the overhead"),
+        or SourcedNumber(DEFAULT_RESTART, "assumed; it does not change the interval, only the overhead"),
     }
     if found["blocked"] is None and found["commit"] is not None:
-        found["blocked"] = Known(found["commit"].value, "the whole save; --blocked-seconds if it is less")
+        found["blocked"] = SourcedNumber(
+            found["commit"].value, "the whole save; --blocked-seconds if it is less"
+        )
     flags = {"step": "--step-seconds", "commit": "--save-seconds"}
     missing = [flag for name, flag in flags.items() if found[name] is None]
     if missing:
@@ -142,25 +144,25 @@ def _costs(
                 "go on no later than it is committed"
             )
         name, limit = ("blocked", save) if save is not None else ("commit", known["blocked"].value)
-        known[name] = Known(limit or 0.0, "follows from the other one, which was given")
+        known[name] = SourcedNumber(limit or 0.0, "follows from the other one, which was given")
     return known
 
 
-def _known(given: float | None, seen: Spread | None, what: str) -> Known | None:
+def _known(given: float | None, seen: Spread | None, what: str) -> SourcedNumber | None:
     from holdfast.base import duration, plural
 
     if given is not None:
-        return Known(given, "given")
+        return SourcedNumber(given, "given")
     if seen is None:
         return None
-    return Known(
+    return SourcedNumber(
         seen.median, f"observed: median of {plural(seen.count, what)}, 9 in 10 within {duration(seen.p90)}"
     )
 
 
 def _mtbf(
     seen: ObservedCosts | None, given: float | None, nodes: int | None, node_mtbf: float | None
-) -> Known:
+) -> SourcedNumber:
     from holdfast.base import plural
     from holdfast.policy import mtbf_of
 
@@ -170,18 +172,18 @@ def _mtbf(
         if given is not None:
             raise UsageError("--mtbf and --node-mtbf are two ways to say the same: give one of them")
         each = f"{plural(nodes, 'node')}, each with an MTBF of {node_mtbf:g} h"
-        return Known(node_mtbf * HOUR / nodes, f"given: {each}")
+        return SourcedNumber(node_mtbf * HOUR / nodes, f"given: {each}")
     if given is not None:
-        return Known(given * HOUR, "given")
+        return SourcedNumber(given * HOUR, "given")
     found = mtbf_of(seen.running, seen.failures) if seen is not None else mtbf_of(0.0, 0)
-    return Known(found.seconds, found.source)
+    return SourcedNumber(found.seconds, found.source)
 
 
 # --- what is said
 
 
 def _document(
-    known: dict[str, Known], costs: Costs, chosen: Cadence, present: int | None, *, given_mtbf: bool
+    known: dict[str, SourcedNumber], costs: Costs, chosen: Cadence, present: int | None, *, given_mtbf: bool
 ) -> dict[str, Any]:
     """The answer for programs; the text for people is made from it too."""
     from holdfast.policy import concerns, overhead
@@ -236,7 +238,7 @@ NAMES = {
 }
 
 
-def _print(known: dict[str, Known], chosen: Cadence, document: dict[str, Any]) -> None:
+def _print(known: dict[str, SourcedNumber], chosen: Cadence, document: dict[str, Any]) -> None:
     from holdfast.base import duration, plural
 
     for name, words in NAMES.items():

@@ -12,7 +12,7 @@ import typer
 from holdfast.cli.output import JSON, ROOT, RUN, YES
 
 if TYPE_CHECKING:
-    from holdfast.recover import Row
+    from holdfast.recover import TicketRow
 
 
 def recover(
@@ -99,11 +99,11 @@ def recover(
     raise typer.Exit(report.exit_code)
 
 
-def _quiet(row: Row) -> None:
+def _quiet(row: TicketRow) -> None:
     del row
 
 
-def _show(row: Row) -> None:
+def _show(row: TicketRow) -> None:
     from holdfast.recover import plain_text
 
     line = plain_text(row)

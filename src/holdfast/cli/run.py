@@ -28,12 +28,12 @@ def run(ctx: typer.Context) -> None:
     # c10d reports every lost connection with a page of stack frames; the launcher says in a line what it
     # means. The variable is read once, when torch is imported; the workers must not inherit it.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    from holdfast.base import Source, install, is_table_full
+    from holdfast.base import LineSource, install, is_table_full
     from holdfast.errors import NoProcessesError
     from holdfast.launch.workers import choose_format, insist_on_room, mark_environment, start_early
     from holdfast.process import proc
 
-    install(Source.LAUNCHER)
+    install(LineSource.LAUNCHER)
     choose_format(ctx.args)
     insist_on_room()
     mark_environment()  # forks show their parent's environment to whoever looks for them

@@ -117,14 +117,14 @@ def script(
     """
     import shlex
 
-    from holdfast.cluster import Layout, render
+    from holdfast.cluster import JobLayout, render
 
     try:
         calling = shlex.split(holdfast)
     except ValueError as error:
         raise UsageError(f"--holdfast {holdfast!r}: {error}") from error
     text = render(
-        Layout(
+        JobLayout(
             command=ctx.args,
             nodes=nodes,
             min_nodes=min_nodes,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from holdfast.account import Incident, Remark
-    from holdfast.journal import JournalReader, Line
+    from holdfast.journal import JournalLine, JournalReader
     from holdfast.observe import Status
     from holdfast.record import ControlDirectory
 
@@ -248,7 +248,7 @@ STYLES = {
     "plain": "",
 }
 
-Pair = tuple["Line", bytes]
+Pair = tuple["JournalLine", bytes]
 
 
 def journal(
@@ -315,7 +315,7 @@ def _insist_on_all(reader: JournalReader, run_dir: Path) -> None:
 
 def _filter(
     pairs: list[Pair], attempt: int | None, names: list[str], since: float | None
-) -> Callable[[Line], bool]:
+) -> Callable[[JournalLine], bool]:
     """What the options ask for, as a test for lines."""
     from holdfast.journal import EVENT_NAMES, event_name
 
@@ -327,7 +327,7 @@ def _filter(
         )
     earliest = time.time() - since if since is not None else None
 
-    def matches(line: Line) -> bool:
+    def matches(line: JournalLine) -> bool:
         return (
             (attempt is None or line.attempt == attempt)
             and (not wanted or event_name(line.body) in wanted)

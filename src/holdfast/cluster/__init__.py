@@ -13,7 +13,7 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.cluster import slurm
-    from holdfast.cluster.batch import Layout, render
+    from holdfast.cluster.batch import JobLayout, render
     from holdfast.cluster.devices import (
         VISIBLE,
         Device,

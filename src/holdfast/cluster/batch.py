@@ -24,7 +24,7 @@ _WORD = re.compile(r"[A-Za-z0-9_.,:@%+/-]+", re.ASCII)
 _INTERPRETER = re.compile(r"(?:.*/)?python[0-9.]*", re.ASCII)
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class JobLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What a job looks like. Empty text and 0 leave a choice to Slurm."""
 
     command: list[str]
@@ -67,14 +67,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.spares > 0 or 0 < self.min_nodes < self.nodes
 
 
-def check(layout: Layout) -> None:
+def check(layout: JobLayout) -> None:
     """Raise UsageError for what cannot work, with the flag's name."""
     _check_counts(layout)
     _check_texts(layout)
     _check_command(layout)
 
 
-def _check_counts(layout: Layout) -> None:
+def _check_counts(layout: JobLayout) -> None:
     for flag, value, least in (
         ("--nodes", layout.nodes, 1),
         ("--min-nodes", layout.min_nodes, 0),
@@ -111,7 +111,7 @@ def _check_counts(layout: Layout) -> None:
         )
 
 
-def _check_texts(layout: Layout) -> None:
+def _check_texts(layout: JobLayout) -> None:
     for flag, text in (
         ("--partition", layout.partition),
         ("--account", layout.account),
@@ -142,7 +142,7 @@ def _check_texts(layout: Layout) -> None:
         )
 
 
-def _check_command(layout: Layout) -> None:
+def _check_command(layout: JobLayout) -> None:
     command = layout.command
     if not command:
         raise UsageError("no training command: write it after `--`, as in `-- train.py --steps 1000`")
@@ -262,7 +262,7 @@ end "$code"
 """
 
 
-def render(layout: Layout) -> str:
+def render(layout: JobLayout) -> str:
     """The script's text. Raises UsageError for what cannot work."""
     check(layout)
     setup = (
@@ -273,7 +273,7 @@ def render(layout: Layout) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _header(layout: Layout) -> str:
+def _header(layout: JobLayout) -> str:
     options = [
         f"--job-name={layout.job_name or 'holdfast'}",
         f"--nodes={layout.nodes + layout.spares}",
@@ -303,14 +303,14 @@ def _header(layout: Layout) -> str:
     return "\n".join(lines)
 
 
-def _place(layout: Layout) -> str:
+def _place(layout: JobLayout) -> str:
     run_dir = shlex.quote(layout.run_dir) if layout.run_dir else 'runs/"$SLURM_JOB_NAME"'
     if layout.array:
         run_dir += '"/task_$SLURM_ARRAY_TASK_ID"'
     return f"\nholdfast=({shlex.join(layout.holdfast)})\nrun_dir={run_dir}"
 
 
-def _agents(layout: Layout) -> str:
+def _agents(layout: JobLayout) -> str:
     """One agent per node. They end attempts and start new ones: Slurm must not end all when one is gone."""
     nodes = f"{layout.min_nodes}:{layout.nodes}" if layout.min_nodes else str(layout.nodes)
     srun = "srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none"
@@ -326,7 +326,7 @@ def _agents(layout: Layout) -> str:
     return f"{_endpoints(layout)}\n" + _launch(parts)
 
 
-def _endpoints(layout: Layout) -> str:
+def _endpoints(layout: JobLayout) -> str:
     if layout.endpoints:
         return f"endpoints={shlex.quote(layout.endpoints)}"
     count = min(ENDPOINTS, layout.nodes + layout.spares)
@@ -343,7 +343,7 @@ def _endpoints(layout: Layout) -> str:
     return "\n".join(lines)
 
 
-def _plain(layout: Layout) -> str:
+def _plain(layout: JobLayout) -> str:
     """One task per rank. When one fails, the others wait for it in vain: Slurm must end them."""
     settings = {key.replace(".", "_").upper(): value for key, value in _local(layout).items()}
     lines = [
@@ -366,5 +366,5 @@ def _launch(parts: list[str]) -> str:
     return '\n"${holdfast[@]}" slurm info\n' + " \\\n    ".join(parts) + " &"
 
 
-def _local(layout: Layout) -> dict[str, str]:
+def _local(layout: JobLayout) -> dict[str, str]:
     return {key: value or layout.local_tier for key, value in LOCAL.items()} if layout.local_tier else {}

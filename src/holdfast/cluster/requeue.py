@@ -18,7 +18,7 @@ from holdfast.base import Bounded
 from holdfast.cluster import slurm
 from holdfast.cluster.slurm import JobRecord, SlurmJob
 from holdfast.errors import ExitCode, HoldfastError, StorageError
-from holdfast.journal import JournalWriter, Line, read_journal
+from holdfast.journal import JournalLine, JournalWriter, read_journal
 from holdfast.journal.events import JobFound, RequeueAsked, SaveCommitted, StopAsked
 from holdfast.policy import JobFacts, RequeueRuling, Source, StopRequest, after_stop, by_decision, uncounted
 from holdfast.record import (
@@ -213,7 +213,7 @@ class LastStop(msgspec.Struct, frozen=True, kw_only=True):
     """The run's slurm.requeue, if its job is known."""
 
 
-def last_stop(lines: Sequence[Line]) -> LastStop:
+def last_stop(lines: Sequence[JournalLine]) -> LastStop:
     newest = max((line.attempt for line in lines), default=0)
     request: StopRequest | None = None
     settled: RequeueAsked | None = None

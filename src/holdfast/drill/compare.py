@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import StepsDone, decode_loss
 
 
@@ -36,7 +36,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.what} are bitwise equal ({self.count:,} {self.unit})"
 
 
-class Done(msgspec.Struct, frozen=True):
+class RankStep(msgspec.Struct, frozen=True):
     """One step of one rank."""
 
     attempt: int
@@ -47,13 +47,13 @@ class Done(msgspec.Struct, frozen=True):
 UNSEEDED = (".rng.python", ".rng.numpy")
 """Not compared: the example neither seeds nor uses these generators, so every process has its own."""
 
-Timeline = Mapping[tuple[int, int], Done]
+Timeline = Mapping[tuple[int, int], RankStep]
 """(step, rank) → what was done there on the run's final timeline."""
 
 
-def timeline(lines: list[Line]) -> dict[tuple[int, int], Done]:
+def timeline(lines: list[JournalLine]) -> dict[tuple[int, int], RankStep]:
     """Each step of each rank as it finally counts: if a step was done again, the later attempt's."""
-    final: dict[tuple[int, int], Done] = {}
+    final: dict[tuple[int, int], RankStep] = {}
     for line in lines:
         if not isinstance(line.body, StepsDone) or not line.who.startswith("rank-"):
             continue
@@ -63,11 +63,11 @@ def timeline(lines: list[Line]) -> dict[tuple[int, int], Done]:
             samples = line.body.samples[number] if number < len(line.body.samples) else ""
             place = (line.body.first + number, rank)
             if place not in final or final[place].attempt <= line.attempt:
-                final[place] = Done(line.attempt, loss, samples)
+                final[place] = RankStep(line.attempt, loss, samples)
     return dict(sorted(final.items()))
 
 
-def loss_curve(lines: list[Line], rank: int = 0) -> list[tuple[int, float]]:
+def loss_curve(lines: list[JournalLine], rank: int = 0) -> list[tuple[int, float]]:
     """(step, loss) of one rank on the final timeline."""
     return [
         (step, done.loss)
@@ -114,14 +114,14 @@ def _places(steps: int, ranks: int) -> list[tuple[int, int]]:
     return [(step, rank) for step in range(1, steps + 1) for rank in range(ranks)]
 
 
-def _missing(place: tuple[int, int], mine: Done | None, theirs: Done | None) -> str:
+def _missing(place: tuple[int, int], mine: RankStep | None, theirs: RankStep | None) -> str:
     if mine is not None and theirs is not None:
         return ""
     where = "both runs" if mine is theirs else "the first run" if mine is None else "the second run"
     return f"step {place[0]}, rank {place[1]} is not in the journal of {where}"
 
 
-def _unrecorded(place: tuple[int, int], mine: Done | None, theirs: Done | None, field: str) -> str:
+def _unrecorded(place: tuple[int, int], mine: RankStep | None, theirs: RankStep | None, field: str) -> str:
     for done, where in ((mine, "first"), (theirs, "second")):
         if done is not None and getattr(done, field) in (None, ""):
             return f"step {place[0]}, rank {place[1]}: the {where} run recorded no {field}"

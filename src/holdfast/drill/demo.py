@@ -39,11 +39,11 @@ from holdfast.drill.faults import (
     training,
 )
 from holdfast.errors import UsageError
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import (
     Account,
     AttemptStarted,
-    Decision,
+    DecisionMade,
     Resumed,
     RunFinished,
     RungRejected,
@@ -79,7 +79,7 @@ class DemoView:
         self._began = time.monotonic()
         self._bar: tuple[Progress, TaskID] | None = None
         self._attempt, self._loss, self._saved, self._said = 1, "–", "none yet", 0.0
-        self._story, self._lines = Story(), list[Line]()
+        self._story, self._lines = Story(), list[JournalLine]()
 
     def say(self, text: str, style: str = "") -> None:
         """A line with the time since the demo began."""
@@ -122,7 +122,7 @@ class DemoView:
         finally:
             self._bar = None
 
-    def see(self, line: Line, *, quiet: bool = False) -> None:
+    def see(self, line: JournalLine, *, quiet: bool = False) -> None:
         """A journal line: moves the bar, and is shown if it is of interest (`quiet`: never)."""
         body = line.body
         if not quiet:
@@ -154,13 +154,13 @@ class DemoView:
             for detail in shown.details:
                 self.say(f"  {detail}", "dim")
 
-    def _tell_return(self, line: Line) -> None:
+    def _tell_return(self, line: JournalLine) -> None:
         over = self._story.is_back(line)
         mine = [one for one in incidents_of(self._lines) if over is not None and one.attempt == over.attempt]
         for incident in mine[-1:]:
             self.say(back_line(incident, self._story.target), STYLES["good"])
 
-    def _progress(self, line: Line, body: StepsDone) -> None:
+    def _progress(self, line: JournalLine, body: StepsDone) -> None:
         step = body.first + len(body.seconds) - 1
         self._loss = number(decode_loss(body.loss[-1])) if body.loss else "–"
         if self._bar is not None:
@@ -177,14 +177,14 @@ class DemoView:
 # or the run survived it in another way than claimed, the check fails and says what was found.
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedClaim(msgspec.Struct, frozen=True, kw_only=True):
     claim: str
     holds: bool
     found: str
     """The evidence, for or against."""
 
 
-def commits(lines: list[Line], attempt: int | None = None) -> list[SaveCommitted]:
+def commits(lines: list[JournalLine], attempt: int | None = None) -> list[SaveCommitted]:
     """Checkpoints in the order of their commits."""
     return [
         line.body
@@ -193,20 +193,20 @@ def commits(lines: list[Line], attempt: int | None = None) -> list[SaveCommitted
     ]
 
 
-def last_step(lines: list[Line], rank: int) -> Line | None:
+def last_step(lines: list[JournalLine], rank: int) -> JournalLine | None:
     """The last line with which a rank said that it ended a step."""
     own = (line for line in reversed(lines) if isinstance(line.body, StepsDone))
     return next((line for line in own if line.who == f"rank-{rank}"), None)
 
 
-def steps_done(lines: list[Line], rank: int) -> int:
+def steps_done(lines: list[JournalLine], rank: int) -> int:
     line = last_step(lines, rank)
     if line is None or not isinstance(line.body, StepsDone):
         return 0
     return line.body.first + len(line.body.seconds) - 1
 
 
-def amid_step(lines: list[Line], rank: int, *, interval: int, last: int) -> bool:
+def amid_step(lines: list[JournalLine], rank: int, *, interval: int, last: int) -> bool:
     """Whether a rank that is stopped now is in the middle of a step, and the others cannot begin a save.
 
     The others may finish the step it is in, if it has sent its part; so a save must not follow that step.
@@ -217,7 +217,7 @@ def amid_step(lines: list[Line], rank: int, *, interval: int, last: int) -> bool
     return done % interval != 0 and (done + 1) % interval != 0 and done + 1 < last and not saving
 
 
-def check_kill(lines: list[Line], killed: Killed) -> Check:
+def check_kill(lines: list[JournalLine], killed: Killed) -> CheckedClaim:
     """The rank died of our signal, in the middle of a step and outside any save."""
     claim = f"rank {killed.rank} was killed by {killed.signal} in the middle of a step"
     failures = [
@@ -229,14 +229,14 @@ def check_kill(lines: list[Line], killed: Killed) -> Check:
     ]
     if not failures or failures[0].signal != killed.signal:
         seen = f"ended with code {failures[0].exit_code}" if failures else "was not reported as failed"
-        return Check(claim=claim, holds=False, found=f"pid {killed.pid} {seen}")
+        return CheckedClaim(claim=claim, holds=False, found=f"pid {killed.pid} {seen}")
     who, own = f"rank-{killed.rank}", [line for line in lines if line.attempt == killed.attempt]
     steps = [line for line in own if isinstance(line.body, StepsDone) and line.who == who]
     begun = {line.body.checkpoint for line in own if isinstance(line.body, SaveStarted)}
     cut = begun - {save.checkpoint for save in commits(own)}
     if not steps or cut:
         found = f"in the middle of saving {', '.join(sorted(cut))}" if cut else "before its first step"
-        return Check(claim=claim, holds=False, found=found)
+        return CheckedClaim(claim=claim, holds=False, found=found)
     assert isinstance(steps[-1].body, StepsDone)
     last = steps[-1].body.first + len(steps[-1].body.seconds) - 1
     usual = sorted(second for line in steps for second in _seconds(line))
@@ -245,20 +245,22 @@ def check_kill(lines: list[Line], killed: Killed) -> Check:
         f"pid {killed.pid}, {duration(max(0.0, late))} into step {last + 1}; "
         f"a step took {duration(usual[len(usual) // 2])}"
     )
-    return Check(claim=claim, holds=late > 0, found=found)
+    return CheckedClaim(claim=claim, holds=late > 0, found=found)
 
 
-def _seconds(line: Line) -> list[float]:
+def _seconds(line: JournalLine) -> list[float]:
     return line.body.seconds if isinstance(line.body, StepsDone) else []
 
 
-def check_refusal(lines: list[Line], killed: Killed, flipped: FlippedByte) -> Check:
+def check_refusal(lines: list[JournalLine], killed: Killed, flipped: FlippedByte) -> CheckedClaim:
     """The altered checkpoint was the newest, and was refused because its bytes do not match their digest."""
     claim = "the altered checkpoint was the newest, and was refused by its digest"
     before = commits(lines, killed.attempt)
     if not before or before[-1].checkpoint != flipped.checkpoint:
         newest = before[-1].checkpoint if before else "nothing"
-        return Check(claim=claim, holds=False, found=f"the newest was {newest}, not {flipped.checkpoint}")
+        return CheckedClaim(
+            claim=claim, holds=False, found=f"the newest was {newest}, not {flipped.checkpoint}"
+        )
     reasons = [
         reason
         for line in lines
@@ -268,13 +270,13 @@ def check_refusal(lines: list[Line], killed: Killed, flipped: FlippedByte) -> Ch
         for reason in line.body.reasons
     ]
     if not reasons:
-        return Check(claim=claim, holds=False, found=f"{flipped.checkpoint} was never refused")
+        return CheckedClaim(claim=claim, holds=False, found=f"{flipped.checkpoint} was never refused")
     shard = Path(flipped.path).name
     named = [reason for reason in reasons if "digest" in reason and shard in reason]
-    return Check(claim=claim, holds=bool(named), found=(named or reasons)[0])
+    return CheckedClaim(claim=claim, holds=bool(named), found=(named or reasons)[0])
 
 
-def check_resume(lines: list[Line], killed: Killed, flipped: FlippedByte) -> Check:
+def check_resume(lines: list[JournalLine], killed: Killed, flipped: FlippedByte) -> CheckedClaim:
     """The next attempt went on from the checkpoint below."""
     claim = "the run went on from the checkpoint before it"
     below = [save for save in commits(lines, killed.attempt) if save.checkpoint != flipped.checkpoint]
@@ -282,17 +284,17 @@ def check_resume(lines: list[Line], killed: Killed, flipped: FlippedByte) -> Che
         line.body for line in lines if isinstance(line.body, Resumed) and line.attempt == killed.attempt + 1
     ]
     if not resumed or not below:
-        return Check(claim=claim, holds=False, found="no later attempt resumed")
+        return CheckedClaim(claim=claim, holds=False, found="no later attempt resumed")
     found = f"attempt {killed.attempt + 1} resumed from {resumed[0].checkpoint or 'nothing'}"
-    return Check(claim=claim, holds=resumed[0].checkpoint == below[-1].checkpoint, found=found)
+    return CheckedClaim(claim=claim, holds=resumed[0].checkpoint == below[-1].checkpoint, found=found)
 
 
-def check_finish(lines: list[Line], killed: Killed, *, steps: int, exit_code: int) -> Check:
+def check_finish(lines: list[JournalLine], killed: Killed, *, steps: int, exit_code: int) -> CheckedClaim:
     """One decision, one restart, the last step reached, exit code 0."""
     claim = "the run recovered by itself and finished"
     attempts = {line.attempt for line in lines if isinstance(line.body, AttemptStarted)}
     decided = [
-        line.body for line in lines if isinstance(line.body, Decision) and line.body.about == "recovery"
+        line.body for line in lines if isinstance(line.body, DecisionMade) and line.body.about == "recovery"
     ]
     ends = [line.body.step for line in lines if isinstance(line.body, RunFinished)]
     found = (
@@ -305,23 +307,23 @@ def check_finish(lines: list[Line], killed: Killed, *, steps: int, exit_code: in
         and attempts == {killed.attempt, killed.attempt + 1}
         and len(decided) == 1
     )
-    return Check(claim=claim, holds=holds, found=found)
+    return CheckedClaim(claim=claim, holds=holds, found=found)
 
 
-def check_reference(lines: list[Line], *, steps: int, exit_code: int) -> Check:
+def check_reference(lines: list[JournalLine], *, steps: int, exit_code: int) -> CheckedClaim:
     """The reference was not disturbed; otherwise it would be no reference."""
     attempts = {line.attempt for line in lines if isinstance(line.body, AttemptStarted)}
     failures = sum(isinstance(line.body, WorkerFailed) for line in lines)
     ends = [line.body.step for line in lines if isinstance(line.body, RunFinished)]
     lives = f"{plural(len(attempts), 'attempt')}, {plural(failures, 'failed worker')}"
-    return Check(
+    return CheckedClaim(
         claim="the reference was not interrupted",
         holds=exit_code == 0 and len(attempts) == 1 and failures == 0 and ends == [steps],
         found=f"{lives}, exit code {exit_code}",
     )
 
 
-def check_copies(root: Path, flipped: FlippedByte) -> Check:
+def check_copies(root: Path, flipped: FlippedByte) -> CheckedClaim:
     """Of all checkpoints on disk, exactly the altered one fails verification."""
     from holdfast.checkpoint.format import CheckpointRoot, Reason, verify
 
@@ -333,7 +335,7 @@ def check_copies(root: Path, flipped: FlippedByte) -> Check:
         problem.path for problem in bad.get(flipped.checkpoint, []) if problem.reason == Reason.ALTERED
     ]
     sound = plural(len(found) - len(bad), "checkpoint") + " sound"
-    return Check(
+    return CheckedClaim(
         claim="every other checkpoint is sound",
         holds=set(bad) == {flipped.checkpoint} and altered == [Path(flipped.path).name],
         found=f"{sound}; not sound: {', '.join(sorted(bad)) or 'none'}",
@@ -365,7 +367,7 @@ class DemoResult(msgspec.Struct, kw_only=True):
     interval: int
     flipped: FlippedByte | None = None
     killed: Killed | None = None
-    checks: list[Check] = []
+    checks: list[CheckedClaim] = []
     comparisons: list[Comparison] = []
     incidents: list[dict[str, object]] = []
     seconds: dict[str, float] = {}
@@ -481,7 +483,7 @@ def _train(directory: Path, name: str, view: DemoView, result: DemoResult, *, di
         arguments=arguments,
     ) as run:
 
-        def see(line: Line) -> None:
+        def see(line: JournalLine) -> None:
             view.see(line, quiet=not disturb)
 
         with view.following("training" if disturb else "reference", result.steps):
@@ -579,7 +581,9 @@ def _incident(one: Incident) -> dict[str, object]:
     }
 
 
-def _write_report(broken: list[Line], reference: list[Line], path: Path, result: DemoResult) -> None:
+def _write_report(
+    broken: list[JournalLine], reference: list[JournalLine], path: Path, result: DemoResult
+) -> None:
     from holdfast.observe import write_report
 
     verdict = "bitwise equal to the uninterrupted reference" if result.equal else "NOT equal to the reference"

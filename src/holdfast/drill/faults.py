@@ -23,7 +23,7 @@ import msgspec
 from holdfast.checkpoint.format import MetadataError
 from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.errors import HoldfastError
-from holdfast.journal import JournalReader, Line
+from holdfast.journal import JournalLine, JournalReader
 from holdfast.journal.events import WorkersStarted
 from holdfast.process import AGENT, guarded, own_child, proc
 
@@ -60,7 +60,7 @@ class FlippedByte(msgspec.Struct, frozen=True, kw_only=True):
     """The element as it was saved, and (after) as a reader that checks nothing would now see it."""
 
 
-def kill_rank(lines: Iterable[Line], rank: int, number: int = signal.SIGKILL) -> Killed:
+def kill_rank(lines: Iterable[JournalLine], rank: int, number: int = signal.SIGKILL) -> Killed:
     """Send a signal to a rank's process, as the newest `WorkersStarted` in the journal names it."""
     newest, pid = _process_of(lines, rank)
     at = time.time()
@@ -71,7 +71,7 @@ def kill_rank(lines: Iterable[Line], rank: int, number: int = signal.SIGKILL) ->
 
 
 @contextlib.contextmanager
-def stopped_rank(lines: Iterable[Line], rank: int, *, timeout: float = 10.0) -> Iterator[int]:
+def stopped_rank(lines: Iterable[JournalLine], rank: int, *, timeout: float = 10.0) -> Iterator[int]:
     """Keep a rank's process stopped by SIGSTOP for as long as the block lasts, unless it is killed inside."""
     _, pid = _process_of(lines, rank)
     _send(pid, rank, signal.SIGSTOP)
@@ -95,7 +95,7 @@ def _is_stopped(pid: int, rank: int) -> bool:
     return all(thread.state == "T" for thread in threads)
 
 
-def _process_of(lines: Iterable[Line], rank: int) -> tuple[Line, int]:
+def _process_of(lines: Iterable[JournalLine], rank: int) -> tuple[JournalLine, int]:
     started = [line for line in lines if isinstance(line.body, WorkersStarted) and rank in line.body.pids]
     if not started:
         raise FaultError(f"cannot kill rank {rank}: no workers_started event in the journal names it")
@@ -250,10 +250,10 @@ class Training:
         self.process = process
         self.run_dir = run_dir
         self.log = log
-        self.lines: list[Line] = []
+        self.lines: list[JournalLine] = []
         self._reader = JournalReader(run_dir / "journal")
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[JournalLine]:
         """The new journal lines."""
         fresh = self._reader.poll()
         self.lines.extend(fresh)
@@ -262,7 +262,7 @@ class Training:
     def follow(
         self,
         until: Callable[[], bool],
-        see: Callable[[Line], None],
+        see: Callable[[JournalLine], None],
         *,
         timeout: float,
         quiet: float,

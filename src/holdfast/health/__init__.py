@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from holdfast.health.examination import (
         GATE_PATIENCE,
         TIMEOUT,
+        DoctorReport,
         NodeReport,
-        Report,
         ask_all_nodes,
         compute_check,
         examine,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         SPACE_CRITICAL,
         CheckResult,
         GateAnswer,
-        Status,
+        HealthStatus,
         Trouble,
         judge_gate,
         judge_history,

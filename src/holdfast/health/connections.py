@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from holdfast.base import plural
-from holdfast.health.judgements import CheckResult, Status
+from holdfast.health.judgements import CheckResult, HealthStatus
 
 SLOW_LINK = 3.0
 """A pair is reported if it is slower than half of all by this factor: links of one network differ less."""
@@ -63,7 +63,7 @@ def judge_joined(came: int, wanted: int, missing: str) -> CheckResult:
     well = came == wanted
     return CheckResult(
         name="network nodes",
-        status=Status.OK if well else Status.CRITICAL,
+        status=HealthStatus.OK if well else HealthStatus.CRITICAL,
         found=f"{came} of {plural(wanted, 'node')} came" + ("" if well else f": {missing}"),
         expected="all of them",
         fix=""
@@ -81,7 +81,7 @@ def judge_reached(interface: str, pairs: Sequence[Pair]) -> list[CheckResult]:
     results = [
         CheckResult(
             name="network peers",
-            status=Status.CRITICAL if lost else Status.OK,
+            status=HealthStatus.CRITICAL if lost else HealthStatus.OK,
             found=f"{plural(len(lost), 'node')} cannot be reached over {interface}: {told}{more}"
             if lost
             else f"{plural(len(good), 'node')} reached over {interface}",
@@ -99,7 +99,7 @@ def judge_reached(interface: str, pairs: Sequence[Pair]) -> list[CheckResult]:
         results.append(
             CheckResult(
                 name="network latency",
-                status=Status.WARNING if late else Status.OK,
+                status=HealthStatus.WARNING if late else HealthStatus.OK,
                 found=f"at most {far.latency * 1e6:.0f} µs one way, to {far.b}",
                 expected=f"at most {LATENCY_WARNING * 1e3:g} ms",
                 fix="look at the path to it: another switch, another building, a full link?" if late else "",
@@ -108,7 +108,7 @@ def judge_reached(interface: str, pairs: Sequence[Pair]) -> list[CheckResult]:
         results.append(
             CheckResult(
                 name="network bandwidth",
-                status=Status.OK,
+                status=HealthStatus.OK,
                 found=f"at least {slow.bandwidth / 1e9:.3g} GB/s on one connection, to {slow.b}",
             )
         )
@@ -123,18 +123,18 @@ def judge_pairs(pairs: Sequence[Pair], factor: float = SLOW_LINK) -> CheckResult
     good = [one for one in pairs if not one.problem and one.bandwidth > 0]
     name = "network between nodes"
     if not good:
-        return CheckResult(name=name, status=Status.UNKNOWN, found="no two nodes have met")
+        return CheckResult(name=name, status=HealthStatus.UNKNOWN, found="no two nodes have met")
     usual = statistics.median(one.bandwidth for one in good)
     slow = sorted((one for one in good if one.bandwidth * factor < usual), key=lambda one: one.bandwidth)
     found = f"{plural(len(good), 'pair')}, half of them at {usual / 1e9:.3g} GB/s or more"
     if not slow:
-        return CheckResult(name=name, status=Status.OK, found=found)
+        return CheckResult(name=name, status=HealthStatus.OK, found=found)
     told = ", ".join(f"{one.a} and {one.b} at {one.bandwidth / 1e9:.3g}" for one in slow[:NAMED])
     shared, times = Counter(node for one in slow for node in (one.a, one.b)).most_common(1)[0]
     whose = f"; {shared} is part of {times} of them" if len(slow) > 1 and times > len(slow) / 2 else ""
     return CheckResult(
         name=name,
-        status=Status.WARNING,
+        status=HealthStatus.WARNING,
         found=f"{found}; far slower: {told}{whose}",
         expected=f"no pair more than {factor:g} times slower than half of them",
         fix=f"look at the link and the switch port of {shared}" if whose else "look at their links",
@@ -146,7 +146,7 @@ def judge_names(own: str, problems: Mapping[str, str]) -> CheckResult:
     told = "; ".join(f"{name}: {why}" for name, why in sorted(problems.items())[:NAMED])
     return CheckResult(
         name="network names",
-        status=Status.WARNING if problems else Status.OK,
+        status=HealthStatus.WARNING if problems else HealthStatus.OK,
         found=f"{len(problems)} not resolved: {told}" if problems else f"resolved, this node is {own}",
         expected="every node's name has an address",
         fix="add them to the site's name service or to /etc/hosts: a rendezvous by name would fail"
@@ -159,14 +159,16 @@ def judge_ports(low: int, high: int, problem: str) -> CheckResult:
     """`problem`: why no port was given; empty if one was."""
     count = max(0, high - low + 1)
     few = count < PORTS_WARNING
-    status = Status.CRITICAL if problem else Status.WARNING if few else Status.OK
+    status = HealthStatus.CRITICAL if problem else HealthStatus.WARNING if few else HealthStatus.OK
     found = f"ports {low} to {high} are given away" if count else "not known which ports are given away"
     return CheckResult(
         name="network ports",
         status=status,
         found=f"no port can be had: {problem}" if problem else found,
         expected=f"at least {PORTS_WARNING}",
-        fix="" if status is Status.OK else "raise net.ipv4.ip_local_port_range, or end what holds the ports",
+        fix=""
+        if status is HealthStatus.OK
+        else "raise net.ipv4.ip_local_port_range, or end what holds the ports",
     )
 
 
@@ -176,7 +178,7 @@ def judge_interface(variable: str, name: str, *, there: bool, up: bool, address:
     why = "is not there" if not there else "is down" if not up else "has no IPv4 address"
     return CheckResult(
         name=f"network interface {name}",
-        status=Status.OK if well else Status.CRITICAL,
+        status=HealthStatus.OK if well else HealthStatus.CRITICAL,
         found=f"{address}" if well else f"{variable} names it, and it {why}",
         expected="up, with an address",
         fix="" if well else f"set {variable} to one that this node has (`ip -br addr`), or bring it up",
@@ -189,7 +191,7 @@ def judge_all_reduce(backend: str, ranks: int, *, seconds: float, size: int, pro
     speed = f", {rate:.3g} GB/s on the bus" if rate else ""
     return CheckResult(
         name=f"all-reduce over {backend}",
-        status=Status.CRITICAL if problem else Status.OK,
+        status=HealthStatus.CRITICAL if problem else HealthStatus.OK,
         found=problem or f"{plural(ranks, 'node')} have the right sum after {seconds * 1e3:.3g} ms{speed}",
         expected="the right sum on every node",
         fix="look at what the nodes cannot reach above, then at the backend's log" if problem else "",
@@ -199,7 +201,7 @@ def judge_all_reduce(backend: str, ranks: int, *, seconds: float, size: int, pro
 def judge_not_reduced(backend: str) -> CheckResult:
     """Where some nodes cannot reach each other, a group of all nodes would hang."""
     found = "not tried: not every two nodes reach each other"
-    return CheckResult(name=f"all-reduce over {backend}", status=Status.UNKNOWN, found=found)
+    return CheckResult(name=f"all-reduce over {backend}", status=HealthStatus.UNKNOWN, found=found)
 
 
 # What the counters of a node's links say: InfiniBand, NVLink, and the bus that devices sit on. Pure.
@@ -233,7 +235,7 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     counters: Mapping[str, int] = {}
 
 
-class Slot(msgspec.Struct, frozen=True, kw_only=True):
+class BusSlot(msgspec.Struct, frozen=True, kw_only=True):
     """Where a device sits on the bus."""
 
     bus: str
@@ -264,7 +266,7 @@ def _judge_port(port: Port, fastest: float | None) -> CheckResult:
     rate = f" at {port.rate:g} Gb/s" if port.rate is not None else ""
     return CheckResult(
         name=f"infiniband {port.name}",
-        status=Status.WARNING if told else Status.OK,
+        status=HealthStatus.WARNING if told else HealthStatus.OK,
         found="; ".join(told) if told else f"active{rate}, no errors",
         expected="active, as fast as the others, no errors",
         fix="look at its cable and the switch port (`ibdiagnet`, `ibqueryerrors`)" if told else "",
@@ -284,7 +286,7 @@ def judge_nvlink(counters: Mapping[str, Mapping[str, int]]) -> list[CheckResult]
         found.append(
             CheckResult(
                 name=f"nvlink of {device}",
-                status=Status.WARNING if high else Status.OK,
+                status=HealthStatus.WARNING if high else HealthStatus.OK,
                 found=", ".join(high[:NAMED]) + more if high else "no errors",
                 expected="no errors",
                 fix="look for XID 74 in the kernel log; reseat or replace what it names" if high else "",
@@ -293,7 +295,7 @@ def judge_nvlink(counters: Mapping[str, Mapping[str, int]]) -> list[CheckResult]
     return found
 
 
-def judge_slots(slots: Sequence[Slot]) -> list[CheckResult]:
+def judge_slots(slots: Sequence[BusSlot]) -> list[CheckResult]:
     """A device whose link to the bus has fewer lanes than it could have is slower than its peers."""
     found = []
     for one in slots:
@@ -303,7 +305,7 @@ def judge_slots(slots: Sequence[Slot]) -> list[CheckResult]:
         found.append(
             CheckResult(
                 name=f"bus of {one.what} {one.bus}",
-                status=Status.WARNING if told else Status.OK,
+                status=HealthStatus.WARNING if told else HealthStatus.OK,
                 found="; ".join(told) or (f"{one.width} lanes" if one.width else "no errors"),
                 expected="all lanes, no errors",
                 fix="reseat it, and look at the riser and the firmware" if told else "",
@@ -319,7 +321,7 @@ def judge_slots(slots: Sequence[Slot]) -> list[CheckResult]:
 # mentioned when a file system is well.
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class KnownFileSystem(msgspec.Struct, frozen=True, kw_only=True):
     called: str
     worth_knowing: str = ""
     shared: bool = False
@@ -329,33 +331,35 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FUSE = "renames may not be one step, and what is written may be late: try it with `holdfast doctor`"
-KINDS: dict[str, Known] = {
-    "lustre": Known(
+KINDS: dict[str, KnownFileSystem] = {
+    "lustre": KnownFileSystem(
         called="Lustre",
         shared=True,
         worth_knowing="a directory's stripe count decides how fast large shards are written (`lfs "
         "getstripe`); quotas are not in the free space (`lfs quota`)",
     ),
-    "nfs": Known(
+    "nfs": KnownFileSystem(
         called="NFS",
         shared=True,
         worth_knowing="other nodes see a new name only after their attribute cache ends (acdirmax, 60 s "
         "unless set); one server bounds the speed of all nodes",
     ),
-    "gpfs": Known(
+    "gpfs": KnownFileSystem(
         called="GPFS",
         shared=True,
         worth_knowing="quotas of blocks and of files are not in the free space (`mmlsquota`); many nodes "
         "that write into one directory wait for each other",
     ),
-    "beegfs": Known(called="BeeGFS", shared=True, worth_knowing="quotas are not in the free space"),
-    "ceph": Known(called="CephFS", shared=True, worth_knowing="quotas may be set on any directory above"),
-    "weka": Known(called="Weka", shared=True),
-    "wekafs": Known(called="Weka", shared=True),
-    "cifs": Known(called="SMB", shared=True, worth_knowing=_FUSE),
-    "tmpfs": Known(called="tmpfs", lost_with="the next reboot, or the container"),
-    "ramfs": Known(called="ramfs", lost_with="the next reboot"),
-    "overlay": Known(called="overlay", lost_with="the container"),
+    "beegfs": KnownFileSystem(called="BeeGFS", shared=True, worth_knowing="quotas are not in the free space"),
+    "ceph": KnownFileSystem(
+        called="CephFS", shared=True, worth_knowing="quotas may be set on any directory above"
+    ),
+    "weka": KnownFileSystem(called="Weka", shared=True),
+    "wekafs": KnownFileSystem(called="Weka", shared=True),
+    "cifs": KnownFileSystem(called="SMB", shared=True, worth_knowing=_FUSE),
+    "tmpfs": KnownFileSystem(called="tmpfs", lost_with="the next reboot, or the container"),
+    "ramfs": KnownFileSystem(called="ramfs", lost_with="the next reboot"),
+    "overlay": KnownFileSystem(called="overlay", lost_with="the container"),
 }
 _LATER = {"nfs4": "nfs", "fuse.ceph": "ceph", "fuse.ceph-fuse": "ceph", "smb3": "cifs", "mmfs": "gpfs"}
 
@@ -370,12 +374,14 @@ def judge_file_system(
     trouble, fix = _trouble(kind, known, options, kept=kept)
     if trouble:
         found = f"{path} is on {called}: {trouble}"
-        return CheckResult(name=name, status=Status.WARNING, found=found, fix=fix)
+        return CheckResult(name=name, status=HealthStatus.WARNING, found=found, fix=fix)
     told = f"; {known.worth_knowing}" if known is not None and known.worth_knowing else ""
-    return CheckResult(name=name, status=Status.OK, found=f"{path} is on {called}{told}")
+    return CheckResult(name=name, status=HealthStatus.OK, found=f"{path} is on {called}{told}")
 
 
-def _trouble(kind: str, known: Known | None, options: Collection[str], *, kept: bool) -> tuple[str, str]:
+def _trouble(
+    kind: str, known: KnownFileSystem | None, options: Collection[str], *, kept: bool
+) -> tuple[str, str]:
     """(what is wrong with it, what to do); empty if nothing is wrong."""
     family = _LATER.get(kind, kind)
     if "ro" in options:

@@ -21,7 +21,7 @@ from holdfast.health.gpu import check_compute, check_gpus, check_kernel_log, pre
 from holdfast.health.judgements import (
     UNCORRECTED_LIMIT,
     CheckResult,
-    Status,
+    HealthStatus,
     judge_skew,
     judge_storage,
     worst,
@@ -41,7 +41,7 @@ LOCAL_DIRECTORY = "the local directory"
 MOUNT = "the file system does not answer: look at its server and the mount"
 
 
-class Place(msgspec.Struct, frozen=True):
+class CheckedPlace(msgspec.Struct, frozen=True):
     """A directory that a run writes to."""
 
     what: str
@@ -59,13 +59,13 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was found on one node."""
 
     node: str
-    status: Status
+    status: HealthStatus
     results: list[CheckResult]
     skew: Skew | None = None
     """None if it was not measured."""
 
 
-def places_of(settings: Settings) -> list[Place]:
+def places_of(settings: Settings) -> list[CheckedPlace]:
     """Where a run with these settings writes; each directory once."""
     chosen = settings.checkpoint
     named = [
@@ -74,14 +74,14 @@ def places_of(settings: Settings) -> list[Place]:
     ]
     if chosen.non_persistent_local_ckpt_dir:
         named.append((LOCAL_DIRECTORY, Path(chosen.non_persistent_local_ckpt_dir)))
-    found: dict[Path, Place] = {}
+    found: dict[Path, CheckedPlace] = {}
     for what, path in named:
-        found.setdefault(path.absolute(), Place(what, path.absolute()))
+        found.setdefault(path.absolute(), CheckedPlace(what, path.absolute()))
     return list(found.values())
 
 
 def quick_checks(
-    places: Sequence[Place], measured: list[Skew] | None = None, patience: float = STORAGE_DEADLINE
+    places: Sequence[CheckedPlace], measured: list[Skew] | None = None, patience: float = STORAGE_DEADLINE
 ) -> list[Check]:
     """What training needs of a node, without computing anything.
 
@@ -104,10 +104,10 @@ def quick_checks(
 
 
 def _of_place(name: str, look: Callable[[], CheckResult | list[CheckResult]], deadline: float) -> Check:
-    return Check(name=name, look=look, deadline=deadline, hung=Status.CRITICAL, fix=MOUNT)
+    return Check(name=name, look=look, deadline=deadline, hung=HealthStatus.CRITICAL, fix=MOUNT)
 
 
-def _try_place(place: Place, measured: list[Skew] | None) -> CheckResult | list[CheckResult]:
+def _try_place(place: CheckedPlace, measured: list[Skew] | None) -> CheckResult | list[CheckResult]:
     """One file shows both: whether the storage works, and what time it is there."""
     if measured is None or not place.path.is_dir():
         return check_storage(place.path, place.what)
@@ -119,7 +119,7 @@ def _try_place(place: Place, measured: list[Skew] | None) -> CheckResult | list[
     return found
 
 
-def file_system_checks(places: Sequence[Place]) -> list[Check]:
+def file_system_checks(places: Sequence[CheckedPlace]) -> list[Check]:
     """Which file system each directory is on. The kernel is asked, not the file system, which may be dead."""
     return [
         Check(
@@ -129,11 +129,11 @@ def file_system_checks(places: Sequence[Place]) -> list[Check]:
     ]
 
 
-def _file_system(place: Place) -> CheckResult:
+def _file_system(place: CheckedPlace) -> CheckResult:
     found = mount_of(place.path)
     if found is None:
         text = "not known: the kernel shows no table of mounts"
-        return CheckResult(name=f"file system of {place.what}", status=Status.UNKNOWN, found=text)
+        return CheckResult(name=f"file system of {place.what}", status=HealthStatus.UNKNOWN, found=text)
     kept = place.what != LOCAL_DIRECTORY
     return judge_file_system(place.what, str(place.path), found.kind, found.options, kept=kept)
 
@@ -154,7 +154,7 @@ def network_probe(endpoint: str, nodes: int, name: str) -> Check:
         name="network",
         look=partial(probe_network, endpoint, nodes, name),
         deadline=network_seconds(nodes),
-        hung=Status.CRITICAL,
+        hung=HealthStatus.CRITICAL,
         fix="a peer or the network hangs: try fewer nodes at a time to find it",
     )
 
@@ -167,7 +167,7 @@ def site_checks(settings: Settings, wrap: Wrap | None = None) -> list[Check]:
 
 def compute_check(look: Callable[[], list[CheckResult]] = check_compute) -> Check:
     """Compute on the GPUs, for a second each."""
-    return Check(name="gpu compute", look=look, deadline=COMPUTE_DEADLINE, hung=Status.CRITICAL)
+    return Check(name="gpu compute", look=look, deadline=COMPUTE_DEADLINE, hung=HealthStatus.CRITICAL)
 
 
 def gpu_check(limit: int = UNCORRECTED_LIMIT) -> Check:
@@ -176,13 +176,13 @@ def gpu_check(limit: int = UNCORRECTED_LIMIT) -> Check:
         name="gpu",
         look=lambda: check_gpus(compute=False, limit=limit),
         deadline=GPU_DEADLINE,
-        hung=Status.CRITICAL,
+        hung=HealthStatus.CRITICAL,
         fix="the driver hangs: look at the kernel log, drain the node and reboot",
     )
 
 
 def examine(
-    places: Sequence[Place],
+    places: Sequence[CheckedPlace],
     *,
     name: str,
     quick: bool = False,
@@ -225,16 +225,16 @@ LINE = 1000
 """Bytes of a line that `srun` passes on whole; longer lines from several nodes get mixed up."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report on all nodes that were asked: what `holdfast doctor --json` prints."""
 
-    status: Status
+    status: HealthStatus
     nodes: list[NodeReport]
     between: list[CheckResult] = []
     """What only a comparison of nodes shows."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class NodeLine(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a node found, or the sign that it has reported everything."""
 
     node: str
@@ -245,12 +245,12 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 def lines_of(report: NodeReport) -> list[str]:
     """A node's report, in lines that are short enough."""
-    lines = [_short(Line(node=report.node, result=result)) for result in report.results]
-    end = msgspec.json.encode(Line(node=report.node, skew=report.skew, done=True))
+    lines = [_short(NodeLine(node=report.node, result=result)) for result in report.results]
+    end = msgspec.json.encode(NodeLine(node=report.node, skew=report.skew, done=True))
     return [*lines, end.decode()]
 
 
-def _short(line: Line) -> str:
+def _short(line: NodeLine) -> str:
     result = line.result
     assert result is not None
     for keep in (LINE, 300, 150, 60):
@@ -267,7 +267,7 @@ def from_lines(text: str) -> list[NodeReport]:
     found = []
     for raw in text.splitlines():
         try:
-            line = msgspec.json.decode(raw, type=Line)
+            line = msgspec.json.decode(raw, type=NodeLine)
         except msgspec.DecodeError:
             continue
         told = results.setdefault(line.node, [])
@@ -278,14 +278,14 @@ def from_lines(text: str) -> list[NodeReport]:
     return found
 
 
-def merge(nodes: Sequence[NodeReport]) -> Report:
+def merge(nodes: Sequence[NodeReport]) -> DoctorReport:
     clocks = compare_clocks(nodes)
     between = [clocks] if clocks is not None else []
     status = worst([*(result for one in nodes for result in one.results), *between])
-    return Report(status=status, nodes=sorted(nodes, key=lambda one: one.node), between=between)
+    return DoctorReport(status=status, nodes=sorted(nodes, key=lambda one: one.node), between=between)
 
 
-def ask_all_nodes(job: SlurmJob, arguments: Sequence[str], timeout: float = TIMEOUT) -> Report:
+def ask_all_nodes(job: SlurmJob, arguments: Sequence[str], timeout: float = TIMEOUT) -> DoctorReport:
     """`holdfast doctor` with these arguments, once on each node of the job; UsageError if none is known."""
     if not job.nodes:
         raise UsageError(
@@ -318,7 +318,7 @@ def ask_all_nodes(job: SlurmJob, arguments: Sequence[str], timeout: float = TIME
 def _silent(name: str, why: str, *, hung: bool) -> NodeReport:
     result = CheckResult(
         name="node",
-        status=Status.CRITICAL if hung else Status.UNKNOWN,
+        status=HealthStatus.CRITICAL if hung else HealthStatus.UNKNOWN,
         found=why,
         expected="an answer",
         fix=f"try `srun -w {name} hostname`; drain the node if that hangs",

@@ -25,7 +25,7 @@ from holdfast.cluster import VISIBLE, visible_devices
 from holdfast.health.judgements import (
     UNCORRECTED_LIMIT,
     CheckResult,
-    Status,
+    HealthStatus,
     judge_computed,
     judge_count,
     judge_driver,
@@ -547,7 +547,7 @@ def check_gpus(
     `limit`: memory errors beyond correction that a device may have counted since its last reset.
     """
     if not present():
-        return [CheckResult(name="gpu", status=Status.OK, found="this node has no NVIDIA driver")]
+        return [CheckResult(name="gpu", status=HealthStatus.OK, found="this node has no NVIDIA driver")]
     visible = visible_devices()
     found = judge_gpus(ask_gpus(timeout), visible, insist=VISIBLE not in os.environ, limit=limit)
     return found + (check_compute() if compute else [])
@@ -565,13 +565,15 @@ def judge_gpus(
     for one in gpus.devices:
         if not visible or one.index in names:
             results += _judge(one, limit)
-    return results or [CheckResult(name="gpu", status=Status.OK, found="none is visible to this process")]
+    return results or [
+        CheckResult(name="gpu", status=HealthStatus.OK, found="none is visible to this process")
+    ]
 
 
 def _judge(gpu: Gpu, limit: int) -> list[CheckResult]:
     name = f"gpu {gpu.index}"
     reachable = judge_reachable(name, gpu.problem)
-    if reachable.status is not Status.OK:
+    if reachable.status is not HealthStatus.OK:
         return [reachable]
     return [
         msgspec.structs.replace(reachable, found=f"{gpu.name or 'it'} answers"),

@@ -27,7 +27,7 @@ MIB = 1024 * 1024
 GIB = 1024 * MIB
 
 
-class Status(StrEnum):
+class HealthStatus(StrEnum):
     OK = "ok"
     WARNING = "warning"
     CRITICAL = "critical"
@@ -35,9 +35,9 @@ class Status(StrEnum):
     """It could not be looked at; that says nothing about the machine."""
 
 
-EXIT_CODES = {Status.OK: 0, Status.WARNING: 1, Status.CRITICAL: 2, Status.UNKNOWN: 3}
+EXIT_CODES = {HealthStatus.OK: 0, HealthStatus.WARNING: 1, HealthStatus.CRITICAL: 2, HealthStatus.UNKNOWN: 3}
 """What `holdfast doctor` ends with."""
-_GRAVITY = {Status.OK: 0, Status.UNKNOWN: 1, Status.WARNING: 2, Status.CRITICAL: 3}
+_GRAVITY = {HealthStatus.OK: 0, HealthStatus.UNKNOWN: 1, HealthStatus.WARNING: 2, HealthStatus.CRITICAL: 3}
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """What was looked at, e.g. `disk space` or `gpu 3 memory errors`."""
-    status: Status
+    status: HealthStatus
     found: str = ""
     expected: str = ""
     fix: str = ""
@@ -59,14 +59,14 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
         return text + (f". {self.fix}" if self.fix else "")
 
 
-def worst(results: Iterable[CheckResult]) -> Status:
+def worst(results: Iterable[CheckResult]) -> HealthStatus:
     """The worst status of all. What is certainly wrong counts more than what could not be looked at."""
-    return max((one.status for one in results), key=_GRAVITY.__getitem__, default=Status.OK)
+    return max((one.status for one in results), key=_GRAVITY.__getitem__, default=HealthStatus.OK)
 
 
 def problems(results: Iterable[CheckResult]) -> list[CheckResult]:
     """The results that are not well, the worst first, otherwise in their order."""
-    bad = [one for one in results if one.status is not Status.OK]
+    bad = [one for one in results if one.status is not HealthStatus.OK]
     return sorted(bad, key=lambda one: -_GRAVITY[one.status])
 
 
@@ -78,23 +78,23 @@ class GateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """For a node that is kept out, in words for a person: what was found and what to do."""
     told: list[str] = []
     """Findings worth a line in the log and the journal."""
-    status: Status = Status.OK
+    status: HealthStatus = HealthStatus.OK
 
 
 def judge_gate(results: Sequence[CheckResult], gate: str) -> GateAnswer:
     """What follows from the results under the setting `health.gate`. An `unknown` never keeps a node out."""
     if gate == "off":
         return GateAnswer()
-    bad = [one for one in problems(results) if one.status is not Status.UNKNOWN]
+    bad = [one for one in problems(results) if one.status is not HealthStatus.UNKNOWN]
     told = [one.describe() for one in bad]
-    grave = [one.describe() for one in bad if one.status is Status.CRITICAL]
+    grave = [one.describe() for one in bad if one.status is HealthStatus.CRITICAL]
     if not grave or gate != "refuse":
         return GateAnswer(told=told, status=worst(bad))
     why = (
         f"its health checks failed: {'; '.join(grave)}. `holdfast doctor` shows all of them; "
         "health.gate = 'warn' lets the node take part nevertheless"
     )
-    return GateAnswer(kept_out=True, why=why, told=told, status=Status.CRITICAL)
+    return GateAnswer(kept_out=True, why=why, told=told, status=HealthStatus.CRITICAL)
 
 
 # --- a site's own check -------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ COULD_NOT_TELL = 3
 _NOT_RUN = {126: "it cannot be executed", 127: "there is no such command"}
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class CommandEnded(msgspec.Struct, frozen=True, kw_only=True):
     """How a command ended."""
 
     code: int | None
@@ -113,15 +113,19 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The last words it printed."""
 
 
-def judge_site(name: str, ended: Ended, timeout: float, seconds: float) -> CheckResult:
+def judge_site(name: str, ended: CommandEnded, timeout: float, seconds: float) -> CheckResult:
     """What a site's own command says of a node: 0 fit, 3 could not tell, anything else unfit."""
     words = f": {ended.words}" if ended.words else ""
     expected = "exit code 0"
     if ended.code == 0:
         return CheckResult(
-            name=name, status=Status.OK, found=f"ended with 0{words}", expected=expected, seconds=seconds
+            name=name,
+            status=HealthStatus.OK,
+            found=f"ended with 0{words}",
+            expected=expected,
+            seconds=seconds,
         )
-    status = Status.WARNING if ended.code == COULD_NOT_TELL else Status.CRITICAL
+    status = HealthStatus.WARNING if ended.code == COULD_NOT_TELL else HealthStatus.CRITICAL
     fix = "what it says is for the node's administrators; the setting health.command names it"
     if ended.code is None:
         found = f"did not end within {timeout:g} s (health.command_timeout) and was killed{words}"
@@ -131,7 +135,7 @@ def judge_site(name: str, ended: Ended, timeout: float, seconds: float) -> Check
         found = f"ended with {ended.code}{words}"
         if ended.code in _NOT_RUN:
             fix = f"{_NOT_RUN[ended.code]} on this node: install it, or set health.command to what is there"
-    if status is Status.WARNING:
+    if status is HealthStatus.WARNING:
         found += " (it could not tell)"
     return CheckResult(name=name, status=status, found=found, expected=expected, fix=fix, seconds=seconds)
 
@@ -149,10 +153,10 @@ LATENCY_WARNING = 2.0
 INODES_WARNING = 1000
 
 
-def _by_limits(value: float, critical: float, warning: float) -> Status:
+def _by_limits(value: float, critical: float, warning: float) -> HealthStatus:
     if value < critical:
-        return Status.CRITICAL
-    return Status.WARNING if value < warning else Status.OK
+        return HealthStatus.CRITICAL
+    return HealthStatus.WARNING if value < warning else HealthStatus.OK
 
 
 def judge_memory(available: int, limit: int | None) -> CheckResult:
@@ -164,7 +168,9 @@ def judge_memory(available: int, limit: int | None) -> CheckResult:
         status=status,
         found=f"{size(available)} available{where}",
         expected=f"at least {size(MEMORY_WARNING)}",
-        fix="" if status is Status.OK else "end what else runs here, or ask the scheduler for more (--mem)",
+        fix=""
+        if status is HealthStatus.OK
+        else "end what else runs here, or ask the scheduler for more (--mem)",
     )
 
 
@@ -174,60 +180,64 @@ def judge_space(what: str, path: str, free: int, inodes: int | None) -> CheckRes
     found = f"{size(free)} free in {path}"
     if inodes is not None and inodes < INODES_WARNING:
         # Some file systems create inodes when they need them: only a trial tells whether a file can be made.
-        status = max(status, Status.WARNING, key=_GRAVITY.__getitem__)
+        status = max(status, HealthStatus.WARNING, key=_GRAVITY.__getitem__)
         found += f", room for {inodes} more files"
     return CheckResult(
         name=f"space of {what}",
         status=status,
         found=found,
         expected=f"at least {size(SPACE_WARNING)}",
-        fix="" if status is Status.OK else "free some space (`holdfast ckpt gc`), or set another directory",
+        fix=""
+        if status is HealthStatus.OK
+        else "free some space (`holdfast ckpt gc`), or set another directory",
     )
 
 
 def judge_shared_memory(total: int, free: int) -> CheckResult:
     """Data loaders and asynchronous saves pass tensors through it; a container's default is 64 MiB."""
-    status = Status.OK if free >= SHARED_WARNING else Status.WARNING
+    status = HealthStatus.OK if free >= SHARED_WARNING else HealthStatus.WARNING
     return CheckResult(
         name="shared memory",
         status=status,
         found=f"{size(free)} free of {size(total)} in /dev/shm",
         expected=f"at least {size(SHARED_WARNING)}",
-        fix="" if status is Status.OK else "start the container with --shm-size or --ipc=host, or clear it",
+        fix=""
+        if status is HealthStatus.OK
+        else "start the container with --shm-size or --ipc=host, or clear it",
     )
 
 
 def judge_open_files(soft: int, hard: int) -> CheckResult:
     """A limit of -1 means no limit."""
-    status = Status.OK if soft < 0 else _by_limits(soft, FILES_CRITICAL, FILES_WARNING)
+    status = HealthStatus.OK if soft < 0 else _by_limits(soft, FILES_CRITICAL, FILES_WARNING)
     more = "" if hard < 0 else f", at most {hard}"
     return CheckResult(
         name="open files",
         status=status,
         found=f"a limit of {'no number' if soft < 0 else soft}{more}",
         expected=f"at least {FILES_WARNING}",
-        fix="" if status is Status.OK else f"`ulimit -n {FILES_WARNING}` or more, before the launch",
+        fix="" if status is HealthStatus.OK else f"`ulimit -n {FILES_WARNING}` or more, before the launch",
     )
 
 
 def judge_threads(used: int, limit: int | None, kind: str) -> CheckResult:
     """`kind`: whose limit it is."""
     left = None if limit is None else limit - used
-    status = Status.OK if left is None else _by_limits(left, THREADS_CRITICAL, THREADS_WARNING)
+    status = HealthStatus.OK if left is None else _by_limits(left, THREADS_CRITICAL, THREADS_WARNING)
     found = "no limit" if limit is None else f"{used} of {limit} used ({kind})"
     return CheckResult(
         name="threads",
         status=status,
         found=found,
         expected=f"room for {THREADS_WARNING} more",
-        fix="" if status is Status.OK else "raise `ulimit -u`, or the container's limit of processes",
+        fix="" if status is HealthStatus.OK else "raise `ulimit -u`, or the container's limit of processes",
     )
 
 
 def judge_skew(what: str, seconds: float, uncertain: float) -> CheckResult:
     """`seconds`: how far this clock is ahead; `uncertain`: how far off that may be."""
     beyond = abs(seconds) - uncertain
-    status = Status.WARNING if beyond > SKEW_WARNING else Status.OK
+    status = HealthStatus.WARNING if beyond > SKEW_WARNING else HealthStatus.OK
     way = "ahead of" if seconds > 0 else "behind"
     return CheckResult(
         name="clock",
@@ -235,20 +245,22 @@ def judge_skew(what: str, seconds: float, uncertain: float) -> CheckResult:
         found=f"{abs(seconds):.2f} s {way} {what}" if abs(seconds) > uncertain else f"agrees with {what}",
         expected=f"at most {SKEW_WARNING:g} s",
         fix=""
-        if status is Status.OK
+        if status is HealthStatus.OK
         else "let chrony or ntpd set the clocks; leases and journals compare them",
     )
 
 
 def judge_load(load: float, cores: int) -> CheckResult:
     """`load`: the average of the last minute."""
-    status = Status.WARNING if load > 4 * max(1, cores) else Status.OK
+    status = HealthStatus.WARNING if load > 4 * max(1, cores) else HealthStatus.OK
     return CheckResult(
         name="load",
         status=status,
         found=f"{load:.1f} on {cores} cores",
         expected=f"at most {4 * max(1, cores)}",
-        fix="" if status is Status.OK else "look for what else runs here (`top`); another job's leftovers?",
+        fix=""
+        if status is HealthStatus.OK
+        else "look for what else runs here (`top`); another job's leftovers?",
     )
 
 
@@ -257,7 +269,7 @@ def judge_storage(what: str, path: str, problem: str, seconds: float, slowest: s
     if problem:
         return CheckResult(
             name=f"storage of {what}",
-            status=Status.CRITICAL,
+            status=HealthStatus.CRITICAL,
             found=problem,
             expected="what is written can be read back",
             fix="repair or mount it writable, or set another directory",
@@ -266,7 +278,7 @@ def judge_storage(what: str, path: str, problem: str, seconds: float, slowest: s
     slow = seconds > LATENCY_WARNING
     return CheckResult(
         name=f"storage of {what}",
-        status=Status.WARNING if slow else Status.OK,
+        status=HealthStatus.WARNING if slow else HealthStatus.OK,
         found=f"{path} took {seconds:.2f} s" + (f", most of it to {slowest}" if slow and slowest else ""),
         expected=f"at most {LATENCY_WARNING:g} s",
         fix="saves will be slow: look at the load of the file system" if slow else "",
@@ -290,10 +302,10 @@ SLOWED = {
 
 def judge_reachable(name: str, problem: str) -> CheckResult:
     if not problem:
-        return CheckResult(name=name, status=Status.OK, found="answers")
+        return CheckResult(name=name, status=HealthStatus.OK, found="answers")
     return CheckResult(
         name=name,
-        status=Status.CRITICAL,
+        status=HealthStatus.CRITICAL,
         found=f"cannot be reached: {problem}",
         expected="the driver answers for it",
         fix="drain the node and reset the device or reboot; look for XID 79 in the kernel log",
@@ -316,7 +328,7 @@ def judge_memory_errors(
     if remap_failed:
         found = "a bad row of its memory could not be replaced"
         fix = "drain the node and have the device replaced"
-        return CheckResult(name=name, status=Status.CRITICAL, found=found, expected=expected, fix=fix)
+        return CheckResult(name=name, status=HealthStatus.CRITICAL, found=found, expected=expected, fix=fix)
     pending = []
     if remap_pending:
         pending.append("a bad row of its memory waits to be replaced")
@@ -329,12 +341,12 @@ def judge_memory_errors(
         worn = uncorrected is not None and uncorrected > limit
         if worn:
             found += f", of which health.max_uncorrected_errors allows {limit}"
-        status = Status.CRITICAL if worn else Status.WARNING
+        status = HealthStatus.CRITICAL if worn else HealthStatus.WARNING
         return CheckResult(name=name, status=status, found=found, expected=expected, fix=reset)
     if uncorrected is None and ever is None:
-        return CheckResult(name=name, status=Status.OK, found="it counts no memory errors (ECC is off)")
+        return CheckResult(name=name, status=HealthStatus.OK, found="it counts no memory errors (ECC is off)")
     past = f"; {ever} in its whole life" if ever else ""
-    return CheckResult(name=name, status=Status.OK, found=f"none since its last reset{past}")
+    return CheckResult(name=name, status=HealthStatus.OK, found=f"none since its last reset{past}")
 
 
 def judge_slowed(name: str, bits: int | None, temperature: float | None) -> CheckResult:
@@ -344,22 +356,22 @@ def judge_slowed(name: str, bits: int | None, temperature: float | None) -> Chec
     if why or hot:
         return CheckResult(
             name=name,
-            status=Status.WARNING,
+            status=HealthStatus.WARNING,
             found=(why[0] if why else "it is hot") + degrees,
             expected="full clocks",
             fix="look at the node's cooling and power; a slow device slows all others down",
         )
-    return CheckResult(name=name, status=Status.OK, found="not slowed down by heat or power" + degrees)
+    return CheckResult(name=name, status=HealthStatus.OK, found="not slowed down by heat or power" + degrees)
 
 
 def judge_free_memory(name: str, used: int | None, total: int | None) -> CheckResult:
     """Before a job starts: memory that another program holds is not available to it."""
     if used is None or total is None:
-        return CheckResult(name=name, status=Status.OK, found="not known")
+        return CheckResult(name=name, status=HealthStatus.OK, found="not known")
     crowded = used > 0.05 * total + 2**30
     return CheckResult(
         name=name,
-        status=Status.WARNING if crowded else Status.OK,
+        status=HealthStatus.WARNING if crowded else HealthStatus.OK,
         found=f"{size(used)} of {size(total)} in use",
         expected="almost none in use",
         fix=WHOSE if crowded else "",
@@ -375,24 +387,24 @@ def judge_computed(
         # Only a program that is alone on a device finds its memory empty: this says nothing about its health.
         left = problem if free is None else f"{size(free)} of its memory free"
         found = f"not tried, because another program uses it: {left}"
-        return CheckResult(name=name, status=Status.WARNING, found=found, expected=expected, fix=WHOSE)
+        return CheckResult(name=name, status=HealthStatus.WARNING, found=found, expected=expected, fix=WHOSE)
     if problem:
         fix = "look at the kernel log for XIDs; drain the node if it fails again while nothing else uses it"
-        return CheckResult(name=name, status=Status.CRITICAL, found=problem, expected=expected, fix=fix)
+        return CheckResult(name=name, status=HealthStatus.CRITICAL, found=problem, expected=expected, fix=fix)
     if not right:
         found = "a product whose every element is known, or what was written to its memory, came out WRONG"
         fix = "drain the node: a device that miscounts ruins what it trains"
-        return CheckResult(name=name, status=Status.CRITICAL, found=found, expected=expected, fix=fix)
-    return CheckResult(name=name, status=Status.OK, found=f"the known answer, {gflops:.4g} GFLOP/s")
+        return CheckResult(name=name, status=HealthStatus.CRITICAL, found=found, expected=expected, fix=fix)
+    return CheckResult(name=name, status=HealthStatus.OK, found=f"the known answer, {gflops:.4g} GFLOP/s")
 
 
 def judge_untried(name: str, said: str, *, hung: bool) -> CheckResult:
     """For computing without an answer: a device that hangs is sick, one that was not tried may be well."""
     if not hung:
-        return CheckResult(name=name, status=Status.UNKNOWN, found=f"could not be tried: {said}")
+        return CheckResult(name=name, status=HealthStatus.UNKNOWN, found=f"could not be tried: {said}")
     return CheckResult(
         name=name,
-        status=Status.CRITICAL,
+        status=HealthStatus.CRITICAL,
         found=said,
         expected="an answer",
         fix="the driver or a device hangs: look at the kernel log, drain the node and reboot",
@@ -403,7 +415,7 @@ def judge_unusable(name: str, problem: str) -> CheckResult:
     """For a torch that can use none of the devices on a node with a driver."""
     return CheckResult(
         name=name,
-        status=Status.CRITICAL,
+        status=HealthStatus.CRITICAL,
         found=problem,
         expected="CUDA works",
         fix="compare the driver's release (`nvidia-smi`) with torch's (`torch.version.cuda`)",
@@ -418,7 +430,7 @@ def judge_driver(problem: str, *, visible: bool, hung: bool, source: str) -> Che
     ill = visible and (hung or source == "nvidia-smi")
     return CheckResult(
         name="gpu",
-        status=Status.CRITICAL if ill else Status.UNKNOWN,
+        status=HealthStatus.CRITICAL if ill else HealthStatus.UNKNOWN,
         found=problem,
         expected="an answer",
         fix="look at the kernel log for XIDs; drain the node and reboot" if ill else "",
@@ -432,7 +444,7 @@ def judge_count(listed: int, visible: Sequence[str], *, source: str, insist: boo
         return None
     return CheckResult(
         name="gpu count",
-        status=Status.CRITICAL if insist else Status.WARNING,
+        status=HealthStatus.CRITICAL if insist else HealthStatus.WARNING,
         found=f"{source} lists {listed} of {len(visible)}",
         expected=f"{len(visible)}: {', '.join(visible)}",
         fix="a device is lost, or CUDA_VISIBLE_DEVICES names one that is not there; see XID 79",
@@ -445,19 +457,19 @@ def judge_kernel_log(problem: str, errors: Sequence[tuple[int, str]]) -> CheckRe
     if problem:
         return CheckResult(
             name=name,
-            status=Status.UNKNOWN,
+            status=HealthStatus.UNKNOWN,
             found=problem,
             expected="no XID errors",
             fix="allow it (kernel.dmesg_restrict=0, or the group systemd-journal), or look as root",
         )
     if not errors:
-        return CheckResult(name=name, status=Status.OK, found="no XID errors")
+        return CheckResult(name=name, status=HealthStatus.OK, found="no XID errors")
     bad = [one for one in errors if accuses_device(one[0])]
     number, told = (bad or errors)[-1]
     known = XIDS.get(number)
     return CheckResult(
         name=name,
-        status=Status.CRITICAL if bad else Status.WARNING,
+        status=HealthStatus.CRITICAL if bad else HealthStatus.WARNING,
         found=f"{len(errors)} XID errors, of which {len(bad)} accuse a device; {told}",
         expected="no XID errors",
         fix=f"for the node: {known.for_node}" if known is not None else "see NVIDIA's catalogue of XIDs",
@@ -487,7 +499,7 @@ def judge_history(device: str, errors: Sequence[tuple[float, int]]) -> CheckResu
     numbers = ", ".join(str(number) for number in dict.fromkeys(number for _, number in bad))
     return CheckResult(
         name=f"gpu {device} history",
-        status=Status.CRITICAL if worn else Status.WARNING,
+        status=HealthStatus.CRITICAL if worn else HealthStatus.WARNING,
         found=f"XID {numbers} since the boot, {incidents} times the hardware itself to blame",
         expected=f"fewer than {INCIDENTS} times" if worn else "no XID that accuses a device",
         fix="drain the node and have the device looked at; a reboot clears the log"

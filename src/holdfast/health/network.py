@@ -32,9 +32,9 @@ import msgspec
 from holdfast.base import Bounded
 from holdfast.health.connections import (
     LIMITS,
+    BusSlot,
     Pair,
     Port,
-    Slot,
     judge_all_reduce,
     judge_interface,
     judge_joined,
@@ -98,7 +98,7 @@ def ports(sysfs: Path = SYSFS) -> list[Port]:
     return found
 
 
-def slots(sysfs: Path = SYSFS) -> list[Slot]:
+def slots(sysfs: Path = SYSFS) -> list[BusSlot]:
     """GPUs and adapters on the bus. Their speed is left out: idle devices lower it to save power."""
     found = []
     for place in sorted((sysfs / "bus" / "pci" / "devices").glob("*")):
@@ -107,7 +107,7 @@ def slots(sysfs: Path = SYSFS) -> list[Slot]:
             continue
         fatal = re.search(r"TOTAL_ERR_FATAL (\d+)", _text(place / "aer_dev_fatal"))
         found.append(
-            Slot(
+            BusSlot(
                 bus=normal_bus(place.name),
                 what=what,
                 width=_number(place / "current_link_width"),
@@ -299,7 +299,7 @@ def interface_used(towards: str, environ: Mapping[str, str] = os.environ) -> Int
 # --- two nodes ----------------------------------------------------------------------------------------------
 
 
-class Listener:
+class ProbeListener:
     """Accepts others' connections while this node is busy, and hands over the one that it waits for."""
 
     def __init__(self, address: str, token: bytes) -> None:
@@ -436,7 +436,7 @@ def _follow(connection: socket.socket) -> tuple[float, float]:
     return float(latency), float(rate)
 
 
-def meet_all(rank: int, nodes: Sequence[Node], listener: Listener, token: bytes) -> list[Pair]:
+def meet_all(rank: int, nodes: Sequence[Node], listener: ProbeListener, token: bytes) -> list[Pair]:
     """This node's part of all rounds: the lower number connects, the higher one is connected to."""
     found = []
     for number in range(round_count(len(nodes))):
@@ -447,7 +447,7 @@ def meet_all(rank: int, nodes: Sequence[Node], listener: Listener, token: bytes)
 
 
 def _meet(
-    rank: int, other: int, number: int, nodes: Sequence[Node], listener: Listener, token: bytes
+    rank: int, other: int, number: int, nodes: Sequence[Node], listener: ProbeListener, token: bytes
 ) -> Pair:
     mine, theirs = nodes[rank], nodes[other]
     try:
@@ -483,7 +483,7 @@ def try_ring(store: Store, rank: int, count: int, name: str, token: bytes, towar
     interface = interface_used(towards)
     after, before = (rank + 1) % count, (rank - 1) % count
     deadline = time.monotonic() + RING_WAIT
-    with contextlib.closing(Listener(interface.address, token)) as listener:
+    with contextlib.closing(ProbeListener(interface.address, token)) as listener:
         mine = Node(name=name, host="", address=interface.address, port=listener.port)
         store.set(f"ring/{rank}", msgspec.json.encode(mine).decode())
         serving = Bounded(partial(_serve, listener, before), "ring")
@@ -511,7 +511,7 @@ def ring_pairs(store: Store, count: int, timeout: float) -> list[Pair]:
     return [one for one in told if one is not None]
 
 
-def _serve(listener: Listener, rank: int) -> None:
+def _serve(listener: ProbeListener, rank: int) -> None:
     with contextlib.suppress(OSError, struct.error), listener.take(0, rank, 2 * RING_WAIT) as connection:
         connection.settimeout(RING_WAIT)
         _follow(connection)
@@ -550,7 +550,7 @@ def probe_network(endpoint: str, count: int, name: str, *, join: float = JOIN) -
     interface = interface_used(host)
     try:
         token = bytes(store.get("probe/token"))
-        listener = Listener(interface.address, token)
+        listener = ProbeListener(interface.address, token)
     except (OSError, RuntimeError) as error:
         return [judge_ports(0, -1, str(error))]
     with contextlib.closing(listener):

@@ -22,7 +22,7 @@ import xxhash
 from holdfast.base import fsync_dir
 from holdfast.health.judgements import (
     CheckResult,
-    Status,
+    HealthStatus,
     judge_load,
     judge_memory,
     judge_open_files,
@@ -148,7 +148,7 @@ SMALL = 64 * 1024
 PREFIX = ".holdfast-probe."
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TryOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of the trial."""
 
     problem: str = ""
@@ -164,7 +164,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """How far off that may be."""
 
 
-def try_storage(directory: Path, size: int = SMALL) -> Tried:
+def try_storage(directory: Path, size: int = SMALL) -> TryOutcome:
     """Write, fsync, rename, fsync the directory, read back (from the disk, not from memory) and compare."""
     path = directory / f"{PREFIX}{os.getpid()}.{secrets.token_hex(4)}"
     moved = path.with_suffix(".moved")
@@ -193,7 +193,7 @@ def try_storage(directory: Path, size: int = SMALL) -> Tried:
             found = moved.read_bytes()
     except OSError as error:
         where = error.filename or path
-        return Tried(
+        return TryOutcome(
             problem=f"cannot {step}: {error.strerror or error} ({where})",
             errno=error.errno,
             seconds=time.monotonic() - began,
@@ -206,12 +206,12 @@ def try_storage(directory: Path, size: int = SMALL) -> Tried:
     if found != data:
         expected, got = (xxhash.xxh3_128_hexdigest(part) for part in (data, found))
         problem = f"{size} bytes with digest {expected} were written and read back as {len(found)} with {got}"
-        return Tried(problem=problem, seconds=seconds)
+        return TryOutcome(problem=problem, seconds=seconds)
     slowest = max(took, key=lambda name: took[name])
     # The stamp lies between the two looks at our own clock; some file systems round it to a whole second.
     middle, half = (before + after) / 2, (after - before) / 2
     rounding = 1.0 if stamp == int(stamp) else 0.01
-    return Tried(seconds=seconds, slowest=slowest, skew=middle - stamp, uncertain=half + rounding)
+    return TryOutcome(seconds=seconds, slowest=slowest, skew=middle - stamp, uncertain=half + rounding)
 
 
 def _fsync_dir(directory: Path) -> None:
@@ -250,7 +250,9 @@ def check_storage(directory: str | os.PathLike[str], what: str = "", size: int =
     if not os.access(above, os.W_OK | os.X_OK):
         return judge_storage(what, str(directory), f"it is not there, and {above} cannot be written", 0.0)
     return CheckResult(
-        name=f"storage of {what}", status=Status.OK, found=f"{directory} is not there yet, and can be made"
+        name=f"storage of {what}",
+        status=HealthStatus.OK,
+        found=f"{directory} is not there yet, and can be made",
     )
 
 
@@ -347,7 +349,7 @@ def check_shared_memory(shared: Path = SHARED) -> CheckResult:
     if not shared.is_dir():
         return CheckResult(
             name="shared memory",
-            status=Status.WARNING,
+            status=HealthStatus.WARNING,
             found=f"there is no {shared}",
             fix="mount a tmpfs there: data loaders and asynchronous saves need it",
         )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.base import Bounded, printable
-from holdfast.health.judgements import CheckResult, Ended, Status, judge_site
+from holdfast.health.judgements import CheckResult, CommandEnded, HealthStatus, judge_site
 
 Looked = CheckResult | Sequence[CheckResult]
 
@@ -29,7 +29,7 @@ class Check:
     name: str
     look: Callable[[], Looked]
     deadline: float = 5.0
-    hung: Status = Status.UNKNOWN
+    hung: HealthStatus = HealthStatus.UNKNOWN
     """The status if it does not end in time."""
     fix: str = ""
     """What to do about a hang."""
@@ -54,7 +54,7 @@ class _Running:
             found = [looked] if isinstance(looked, CheckResult) else list(looked)
         except Exception as error:  # noqa: BLE001 - a sick machine may fail in any way
             text = f"could not be looked at: {type(error).__name__}: {error}"[:300]
-            found = [CheckResult(name=self._check.name, status=Status.UNKNOWN, found=text)]
+            found = [CheckResult(name=self._check.name, status=HealthStatus.UNKNOWN, found=text)]
         took = time.monotonic() - began
         return [one if one.seconds else msgspec.structs.replace(one, seconds=round(took, 4)) for one in found]
 
@@ -74,7 +74,7 @@ class _Running:
         ]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of a program that was asked."""
 
     code: int | None = None
@@ -85,24 +85,26 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     hung: bool = False
 
 
-def ask(command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None) -> Answer:
+def ask(command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None) -> ProgramAnswer:
     """Run a program for its output. One that cannot even be killed is left behind and not waited for."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
         )
     except OSError as error:
-        return Answer(missing=True, err=str(error))
+        return ProgramAnswer(missing=True, err=str(error))
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as expired:
         process.terminate()  # before a kill: so srun ends what it started elsewhere
-        return Answer(
+        return ProgramAnswer(
             hung=True,
             out=(_end(process) or expired.output or b"").decode(errors="replace"),
             err=f"{command[0]} did not answer within {timeout:g} s",
         )
-    return Answer(code=process.returncode, out=out.decode(errors="replace"), err=err.decode(errors="replace"))
+    return ProgramAnswer(
+        code=process.returncode, out=out.decode(errors="replace"), err=err.decode(errors="replace")
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> bytes:
@@ -141,7 +143,7 @@ def site_check(command: str, timeout: float, wrap: Wrap | None = None) -> Check:
         name=NAME,
         look=lambda: run_site_command(command, timeout, wrap),
         deadline=timeout + MARGIN,
-        hung=Status.CRITICAL,
+        hung=HealthStatus.CRITICAL,
         fix="it hangs in the kernel: look at what it does, and at the node",
     )
 
@@ -167,7 +169,9 @@ def run_site_command(command: str, timeout: float, wrap: Wrap | None = None) -> 
             process.wait(MARGIN / 2)
     told = printable(" ".join(words.decode(errors="replace").split()), WORDS)
     took = time.monotonic() - began
-    return judge_site(NAME, Ended(code=process.returncode if ended else None, words=told), timeout, took)
+    return judge_site(
+        NAME, CommandEnded(code=process.returncode if ended else None, words=told), timeout, took
+    )
 
 
 def _listen(pid: int, fd: int, deadline: float) -> tuple[bytes, bool]:

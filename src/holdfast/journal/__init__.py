@@ -14,7 +14,7 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.journal import events
     from holdfast.journal.event import Event, Unknown, because, event_name
-    from holdfast.journal.line import EVENT_NAMES, REPORTER, AnyEvent, Line, condense
+    from holdfast.journal.line import EVENT_NAMES, REPORTER, AnyEvent, JournalLine, condense
     from holdfast.journal.reader import (
         JournalReader,
         batches,

@@ -27,7 +27,7 @@ AnyEvent: TypeAlias = (
     | events.WorkersStarted
     | events.WorkerFailed
     | events.AttemptEnded
-    | events.Decision
+    | events.DecisionMade
     | events.RungRejected
     | events.Resumed
     | events.SaveStarted
@@ -83,7 +83,7 @@ TIMES = (-1e9, 1e11)
 """What `at` can be, from a clock that was never set to the year 5138; no clock shows anything else."""
 
 
-class Line(msgspec.Struct, kw_only=True):
+class JournalLine(msgspec.Struct, kw_only=True):
     """One line of the journal."""
 
     v: int
@@ -97,7 +97,7 @@ class Line(msgspec.Struct, kw_only=True):
     body: AnyEvent | Unknown
 
 
-class _Frame(msgspec.Struct):
+class _LineHead(msgspec.Struct):
     v: int
     at: float
     who: str
@@ -106,12 +106,12 @@ class _Frame(msgspec.Struct):
     body: msgspec.Raw
 
 
-_frame_decoder = msgspec.json.Decoder(_Frame)
+_frame_decoder = msgspec.json.Decoder(_LineHead)
 _body_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(AnyEvent)
 _loose_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-def parse_line(raw: bytes) -> Line | None:
+def parse_line(raw: bytes) -> JournalLine | None:
     """One line, or None if it is not a journal line."""
     try:
         frame = _frame_decoder.decode(raw)
@@ -124,13 +124,13 @@ def parse_line(raw: bytes) -> Line | None:
         return None
     if not TIMES[0] <= frame.at <= TIMES[1]:
         return None
-    return Line(v=frame.v, at=frame.at, who=frame.who, attempt=frame.attempt, seq=frame.seq, body=body)
+    return JournalLine(v=frame.v, at=frame.at, who=frame.who, attempt=frame.attempt, seq=frame.seq, body=body)
 
 
-def condense(lines: Iterable[Line]) -> list[Line]:
+def condense(lines: Iterable[JournalLine]) -> list[JournalLine]:
     """The lines worth a person's time. Every rank does the same steps and starts again in the same way, so
     only rank 0's lines are kept, and its neighbouring batches of steps are joined into one."""
-    joined: list[Line] = []
+    joined: list[JournalLine] = []
     for line in lines:
         if line.who != REPORTER and isinstance(line.body, StepsDone | FunctionRestarted):
             continue
@@ -153,7 +153,7 @@ def condense(lines: Iterable[Line]) -> list[Line]:
     return joined
 
 
-def _own(line: Line, steps: StepsDone) -> Line:
+def _own(line: JournalLine, steps: StepsDone) -> JournalLine:
     """A copy that later batches may be joined to without touching the caller's line."""
     body = StepsDone(first=steps.first, seconds=[*steps.seconds], loss=[*steps.loss])
-    return Line(v=line.v, at=line.at, who=line.who, attempt=line.attempt, seq=line.seq, body=body)
+    return JournalLine(v=line.v, at=line.at, who=line.who, attempt=line.attempt, seq=line.seq, body=body)

@@ -26,7 +26,7 @@ from holdfast.journal.events import (
     decode_loss,
     encode_loss,
 )
-from holdfast.journal.line import REPORTER, Line, parse_line
+from holdfast.journal.line import REPORTER, JournalLine, parse_line
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 BLOCK = 4 * MAX_LINE_BYTES
@@ -48,12 +48,12 @@ class JournalReader:
         self.unopened: dict[str, str] = {}
         """Files that could not be read at the last look, and why; an empty name is the directory itself."""
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[JournalLine]:
         return [line for line, _ in self.poll_raw()]
 
-    def poll_raw(self) -> list[tuple[Line, bytes]]:
+    def poll_raw(self) -> list[tuple[JournalLine, bytes]]:
         """Like `poll`, each line with its bytes in the file (they may hold fields of a newer release)."""
-        found: list[tuple[float, Line, bytes]] = []
+        found: list[tuple[float, JournalLine, bytes]] = []
         for path in self._files():
             number = path.name.partition("-")[0]
             if self._since and number.isdecimal() and int(number) < self._since:
@@ -77,7 +77,7 @@ class JournalReader:
         self.unopened.pop("", None)
         return [self._directory / name for name in sorted(names) if name.endswith(".jsonl")]
 
-    def _poll_file(self, path: Path) -> Iterator[tuple[Line, bytes]]:
+    def _poll_file(self, path: Path) -> Iterator[tuple[JournalLine, bytes]]:
         full = True
         while full:
             try:
@@ -102,7 +102,7 @@ class JournalReader:
                 else:
                     yield line, raw
 
-    def follow(self, *, interval: float = 0.2, deadline: float | None = None) -> Iterator[Line]:
+    def follow(self, *, interval: float = 0.2, deadline: float | None = None) -> Iterator[JournalLine]:
         """Yield lines as they come, until `deadline` (`time.monotonic()` seconds) or for ever."""
         while True:
             yield from self.poll()
@@ -129,7 +129,7 @@ def _read_from(path: Path, offset: int) -> bytes:
         return file.read(BLOCK)
 
 
-def read_tail(path: Path, limit: int) -> list[Line]:
+def read_tail(path: Path, limit: int) -> list[JournalLine]:
     """The lines in the last `limit` bytes of one file, however long it is; none if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -146,7 +146,7 @@ def read_tail(path: Path, limit: int) -> list[Line]:
     return [line for raw in parts if (line := parse_line(raw)) is not None]
 
 
-def read_journal(directory: Path) -> list[Line]:
+def read_journal(directory: Path) -> list[JournalLine]:
     """Everything written so far, oldest first."""
     return JournalReader(directory).poll()
 
@@ -168,7 +168,7 @@ class Batch(NamedTuple):
     loss: list[float | str | None]
 
 
-def tails(journal: Path, files: list[str], attempt: int, who: str) -> list[Line]:
+def tails(journal: Path, files: list[str], attempt: int, who: str) -> list[JournalLine]:
     """The last lines of an attempt by writers whose name begins with `who`, oldest first."""
     start = f"{attempt:06d}-{who}-"
     lines = [

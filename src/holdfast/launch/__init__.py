@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from holdfast.launch.in_place import InProcess
     from holdfast.launch.monitor import Monitor, Overdue
     from holdfast.launch.stops import Stopping
-    from holdfast.launch.terminal import Decided, line_of_record, live_line, next_step, say, shown_decision
+    from holdfast.launch.terminal import (
+        ShownDecision,
+        line_of_record,
+        live_line,
+        next_step,
+        say,
+        shown_decision,
+    )
 else:
     __getattr__ = offers(__name__)

@@ -57,7 +57,7 @@ from holdfast.launch.nodes import (
     LeaderLostError,
     MeetingHandler,
     Notice,
-    Place,
+    RoundPlace,
     StopRun,
     StoreLostError,
     agree_on_launch,
@@ -68,7 +68,7 @@ from holdfast.launch.nodes import (
 from holdfast.launch.stops import FINE, Stopping
 from holdfast.launch.terminal import say
 from holdfast.launch.workers import Workers, launch_store, make_workers, unshared_store
-from holdfast.policy import Member, limits_of
+from holdfast.policy import Participant, limits_of
 from holdfast.record import (
     PROGRESS,
     FailureRecord,
@@ -119,7 +119,7 @@ class HoldfastAgent(LocalElasticAgent):
         context, spec = self._context, worker_group.spec
         group: Any = worker_group  # torch declares what the rendezvous fills in as None
         store, nodes = group.store, int(group.group_world_size)
-        place = Place(
+        place = RoundPlace(
             node=self._node_name(nodes, group.group_rank),
             group_rank=group.group_rank,
             nodes=nodes,
@@ -160,12 +160,12 @@ class HoldfastAgent(LocalElasticAgent):
         group.group_rank = arranged.place_of(attempt.place.node)
         group.workers = make_workers(self._in_rank_order(attempt), group.group_rank)
 
-    def _in_rank_order(self, attempt: Attempt) -> list[Member]:
+    def _in_rank_order(self, attempt: Attempt) -> list[Participant]:
         """The nodes that take part; empty where they do not meet by themselves."""
         members = {one.node: one for one in self._meeting.members} if self._meeting is not None else {}
         return [members[one.node] for one in attempt.told.arrangement.nodes if one.node in members]
 
-    def _begin(self, place: Place, address: str, store: SealedStore) -> Attempt:
+    def _begin(self, place: RoundPlace, address: str, store: SealedStore) -> Attempt:
         context = self._context
         context.leads = place.leads
         node_timeout = self._settings.launch.node_timeout

@@ -78,7 +78,7 @@ from holdfast.launch.nodes import (
     why_unfit,
 )
 from holdfast.launch.terminal import SavesTold, next_step, say
-from holdfast.launch.workers import RUN_PATH, Keeper, Orphans, PreloadedParent, Starter
+from holdfast.launch.workers import RUN_PATH, OrphanKeeper, Orphans, PreloadedParent, Starter
 from holdfast.record import (
     LAUNCHER_ENDED,
     VARIABLE,
@@ -481,7 +481,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             gate=Gate(options.settings, control, say=say, alone=config.max_nodes == 1),
             leadership=leadership,
             orphans=Orphans(options.settings.checkpoint.timeout),
-            keeper=Keeper(options.settings.checkpoint.timeout, [*scratch, own]),
+            keeper=OrphanKeeper(options.settings.checkpoint.timeout, [*scratch, own]),
             starter=starter,
             monitor=monitor,
             learner=Learner(control, tell, command),

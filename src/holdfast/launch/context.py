@@ -30,9 +30,9 @@ from holdfast.journal.events import Warned
 from holdfast.launch.alert import Alerts
 from holdfast.launch.gate import Gate
 from holdfast.launch.monitor import Learner, Monitor
-from holdfast.launch.nodes import Announcement, Leadership
+from holdfast.launch.nodes import AttemptAnnouncement, Leadership
 from holdfast.launch.terminal import SavesTold
-from holdfast.launch.workers import Keeper, Orphans, Starter
+from holdfast.launch.workers import OrphanKeeper, Orphans, Starter
 from holdfast.policy import (
     MAX_REQUEUES,
     Exclusion,
@@ -42,7 +42,7 @@ from holdfast.policy import (
     is_repeated,
     say_grace,
 )
-from holdfast.process import Seen, named, seen, take, watch
+from holdfast.process import SeenSender, named, seen, take, watch
 from holdfast.record import (
     ControlDirectory,
     LaunchInfo,
@@ -87,7 +87,7 @@ class LaunchSignals:
         """The first one."""
         self.again: signal.Signals | None = None
         """The one that meant "now"."""
-        self._seen: dict[str, Seen | None] = {}
+        self._seen: dict[str, SeenSender | None] = {}
         self._named: dict[str, str] = {}
         self.hurry: Callable[[], None] | None = None
 
@@ -338,7 +338,7 @@ class LaunchContext:
     gate: Gate
     leadership: Leadership
     orphans: Orphans
-    keeper: Keeper
+    keeper: OrphanKeeper
     starter: Starter
     monitor: Monitor
     learner: Learner
@@ -383,7 +383,7 @@ class LaunchContext:
         """Whole nodes that are kept out, for whoever chooses the nodes of the next start."""
         return sorted({one.node for one in self.exclusions() if one.device is None})
 
-    def handover(self, told: Announcement, node: str, local_rank: int) -> LaunchInfo:
+    def handover(self, told: AttemptAnnouncement, node: str, local_rank: int) -> LaunchInfo:
         return LaunchInfo(
             run_dir=str(self.control.path),
             run_id=self.control.run_id,

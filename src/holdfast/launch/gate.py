@@ -29,7 +29,7 @@ from holdfast.health import (
     CheckResult,
     GateAnswer,
     Gpus,
-    Status,
+    HealthStatus,
     ask_gpus,
     check_compute,
     compute_check,
@@ -193,7 +193,7 @@ class Gate:
                 checks.append(compute_check(self._compute))
         results = run_checks(checks)
         # It takes seconds, which a restart should not wait for without need: see `keep_device_errors`.
-        failed = (one.name.endswith("compute") and one.status is Status.CRITICAL for one in results)
+        failed = (one.name.endswith("compute") and one.status is HealthStatus.CRITICAL for one in results)
         self._to_compute = any(failed)
         return results
 
@@ -260,7 +260,7 @@ class Gate:
         store.set(f"ring/pair/{rank}", msgspec.json.encode(pair).decode())
         if rank == 0 and len(members) >= RING:
             results.append(judge_pairs(ring_pairs(store, len(members), GO_PATIENCE), SLOW_RING))
-        grave = (Status.WARNING, Status.CRITICAL)
+        grave = (HealthStatus.WARNING, HealthStatus.CRITICAL)
         return [one.describe() for one in results if one.status in grave]
 
     def _warn_of(self, told: list[str]) -> None:
@@ -268,7 +268,9 @@ class Gate:
             self._say(f"warning: network of {self.node}: {text}")
         number = max(attempt_numbers(self._control), default=0)
         with contextlib.closing(JournalWriter(self._control.journal, "gate", number)) as journal:
-            journal.write(HealthFailed(node=self.node, status=Status.WARNING, problems=told, kept_out=False))
+            journal.write(
+                HealthFailed(node=self.node, status=HealthStatus.WARNING, problems=told, kept_out=False)
+            )
 
     # --- what the devices went through ----------------------------------------------------------------------
 

@@ -27,11 +27,11 @@ from holdfast.errors import ExitCode
 from holdfast.journal.events import Warned, WorkersStarted
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.incident import Recovery
-from holdfast.launch.nodes import Announcement, Attempt, MeetingHandler, Notice, lead_on
+from holdfast.launch.nodes import Attempt, AttemptAnnouncement, MeetingHandler, Notice, lead_on
 from holdfast.launch.stops import FINE, Stopping
 from holdfast.launch.terminal import say
 from holdfast.launch.workers import Workers
-from holdfast.policy import STAYS, Decision, Fault, Member, Orders, device_of, first_barrier
+from holdfast.policy import STAYS, Decision, Fault, Orders, Participant, device_of, first_barrier
 from holdfast.record import FailureRecord, connect, paused, within
 from holdfast.restart import (
     PREFIX,
@@ -41,12 +41,12 @@ from holdfast.restart import (
     End,
     EndKind,
     Granted,
-    Handed,
+    IterationPlan,
     Keeper,
+    KeeperHandover,
     Next,
     Over,
     OverKind,
-    Plan,
     Restart,
     as_evidence,
     end_key,
@@ -130,7 +130,7 @@ class Consent:
     def hand_over(self, kept: InProcess) -> None:
         """The members have ended: what befell them is evidence, unless it was decided on already."""
         if kept.over is not None and not self._recovery.has_decided(self._attempt):
-            plan = kept.plan or Plan(iteration=0, order=list(range(self._attempt.place.world_size)))
+            plan = kept.plan or IterationPlan(iteration=0, order=list(range(self._attempt.place.world_size)))
             self._take(kept.over.faults, plan.iteration, len(plan.order), {})
 
     def _take(
@@ -203,7 +203,7 @@ PARTING = 10.0
 Consents = Callable[[Restart], Granted | Denied]
 
 
-def nodes_of(members: Sequence[Member]) -> dict[int, str]:
+def nodes_of(members: Sequence[Participant]) -> dict[int, str]:
     """Global rank → node; `members` in rank order."""
     names = [member.node for member in members for _ in range(member.slots)]
     return dict(enumerate(names))
@@ -262,11 +262,11 @@ class InProcess:
         attempt: Attempt,
         context: LaunchContext,
         members: Sequence[int],
-        nodes: Sequence[Member],
+        nodes: Sequence[Participant],
         in_all: int,
     ) -> None:
         """`members`: this node's, of `in_all`; `nodes`: the nodes in rank order, where they are known."""
-        self.plan: Plan | None = None
+        self.plan: IterationPlan | None = None
         """What the members do now."""
         self.over: Over | None = None
         """Why they do not go on."""
@@ -304,7 +304,7 @@ class InProcess:
                 tell,
                 first_barrier=first_barrier(initial, chosen.barrier_timeout),
             )
-        self._handed = Handed(
+        self._handed = KeeperHandover(
             host=told.master_addr,
             port=told.master_port,
             keeper=self._keeper.path,
@@ -345,7 +345,7 @@ class InProcess:
         number = self.plan.iteration + 1 if self.plan is not None else 0
         found = self._read(plan_key(number), Next)
         if found is not None:
-            if isinstance(found, Plan):
+            if isinstance(found, IterationPlan):
                 self._take_up(found)
             else:
                 self._end(found)
@@ -362,7 +362,7 @@ class InProcess:
             if self._attempt.place.leads and over.kind is OverKind.HANDED_OVER:
                 self._attempt.journal.write(handed_over(over, self.plan.iteration))
 
-    def _take_up(self, plan: Plan) -> None:
+    def _take_up(self, plan: IterationPlan) -> None:
         before, self.plan = self.plan, plan
         self._since = self._ended_by = None
         attempt, number = self._attempt, plan.launch.get("attempt")
@@ -503,6 +503,6 @@ def _teller(chosen: InProcessSettings, node: str) -> Callable[[str], None]:
     return tell
 
 
-def _connect(told: Announcement) -> Store:
+def _connect(told: AttemptAnnouncement) -> Store:
     """A client of its own: one that waits would hold up whoever shares it."""
     return PrefixStore(PREFIX, connect(told.master_addr, told.master_port))

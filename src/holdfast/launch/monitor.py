@@ -39,7 +39,7 @@ from holdfast.policy import (
     Observed,
     RankState,
     Ruling,
-    Standing,
+    StillRunning,
     activity,
     apply,
     hello_limit,
@@ -67,7 +67,7 @@ from holdfast.record import (
 )
 from holdfast.train import (
     SOCKET,
-    Answer,
+    AnswerPart,
     Ask,
     Bye,
     FromRank,
@@ -78,27 +78,27 @@ from holdfast.train import (
     Seen,
     State,
     StopAt,
-    Wish,
+    StopWish,
 )
 
 # What the ranks of one node have said about stopping, in one attempt.
 
 
-StopWord = Wish | Promise | Halted
+StopWord = StopWish | Promise | Halted
 
 
 @dataclass
 class StopWords:
     """By global rank. The first word of each kind stays, but for a wish that has become urgent."""
 
-    wishes: dict[int, Wish] = field(default_factory=dict)
+    wishes: dict[int, StopWish] = field(default_factory=dict)
     promises: dict[int, int] = field(default_factory=dict)
     """The step that it does not go past before it knows where all stop."""
     halted: dict[int, int] = field(default_factory=dict)
     """The step after which it stopped, its state being safe."""
 
     def take(self, rank: int, word: StopWord) -> None:
-        if isinstance(word, Wish):
+        if isinstance(word, StopWish):
             if word.now or rank not in self.wishes:
                 self.wishes[rank] = word
         elif isinstance(word, Promise):
@@ -311,7 +311,7 @@ class Monitor:
         ended: Collection[int] = (),
         ranks: Mapping[int, int] | None = None,
         excused: Callable[[Overdue], bool] = lambda _: False,
-    ) -> Standing:
+    ) -> StillRunning:
         """What this node has to say where it is asked whether the group hangs (`policy.timeouts.hanging`).
 
         `ranks`: by what each worker was started with, its present rank, where that differs. `excused`:
@@ -340,7 +340,7 @@ class Monitor:
                 and (held := self._ruling(rank, known, now)) is not None
                 and not held.overdue
             ]
-        return Standing(node=node, late=late, in_time=min(in_time, default=None))
+        return StillRunning(node=node, late=late, in_time=min(in_time, default=None))
 
     def _ruling(self, rank: int, known: _Rank, now: float) -> Ruling | None:
         """What rules a rank; None where nothing does."""
@@ -633,9 +633,9 @@ class Monitor:
             known.state = msgspec.structs.replace(
                 known.state, done=True, sections=(), left=min(message.at, now)
             )
-        elif isinstance(message, (Wish, Promise, Halted)):
+        elif isinstance(message, (StopWish, Promise, Halted)):
             self._stop_words.take(connection.rank, message)
-        elif isinstance(message, Answer):
+        elif isinstance(message, AnswerPart):
             self._questions.take(connection.rank, message)
 
     def _put(self, rank: int, timeout: float) -> int:

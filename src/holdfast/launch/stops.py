@@ -40,9 +40,9 @@ from holdfast.policy import (
     sooner,
 )
 from holdfast.process import from_whom
-from holdfast.record import Request, stop_asked
+from holdfast.record import OperatorRequest, stop_asked
 from holdfast.stop import StopAgreement, StopFile
-from holdfast.train import Prepare, StopAt, Wish
+from holdfast.train import Prepare, StopAt, StopWish
 
 # What asks a running attempt to stop, as the agent of one node sees it.
 #
@@ -68,7 +68,7 @@ class StopRequests:
         self._stop_file = StopFile(context.settings.stop_file(), self._warn)
         self._operator = Look(self._asked_by_operator, "stop-asked")
 
-    def look(self, ended: Mapping[int, int], wishes: Mapping[int, Wish]) -> StopRequest | None:
+    def look(self, ended: Mapping[int, int], wishes: Mapping[int, StopWish]) -> StopRequest | None:
         """A request, if there is one. `ended`: exit codes of the ranks that have ended."""
         found = self._by_signal() or self._by_rank(ended, wishes)
         if found is None and self._attempt.place.leads and time.monotonic() - self._looked >= LOOK:
@@ -88,7 +88,7 @@ class StopRequests:
         told = f"{received.name}{from_whom(sender)} to the launcher on {node}"
         return StopRequest(source=Source.SIGNAL, detail=told, signal=received.name, sender=sender, node=node)
 
-    def _by_rank(self, ended: Mapping[int, int], wishes: Mapping[int, Wish]) -> StopRequest | None:
+    def _by_rank(self, ended: Mapping[int, int], wishes: Mapping[int, StopWish]) -> StopRequest | None:
         node = self._attempt.place.node
         for rank, wish in sorted(wishes.items()):
             told = f"{wish.why} on {node}"
@@ -115,7 +115,7 @@ class StopRequests:
             return StopRequest(source=Source.OPERATOR, detail=f"an operator, {asked.describe()}")
         return None
 
-    def _asked_by_operator(self) -> Request | None:
+    def _asked_by_operator(self) -> OperatorRequest | None:
         context = self._context
         try:
             return stop_asked(context.control, [context.launch, *context.earlier_launches])

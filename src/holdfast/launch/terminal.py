@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from holdfast.account import Story, back_line, closing_line, incidents_of, remarks_of
-from holdfast.base import Bounded, Kind, LiveLine, Source, plural, printable, speak
+from holdfast.base import Bounded, LineKind, LineSource, LiveLine, plural, printable, speak
 from holdfast.errors import MEANINGS, ExitCode
-from holdfast.journal import JournalReader, Line
+from holdfast.journal import JournalLine, JournalReader
 from holdfast.journal.events import Account, SaveLines, StepsDone
 from holdfast.policy import describe_end
 from holdfast.record import RECOVERY, ControlDirectory, FailureRecord, decision_path, read_record
@@ -39,10 +39,10 @@ def say(text: str, *, attempt: int | None = None, account: Account | None = None
     """
     kind, level, more = None, "", dict[str, Any]()
     if account is not None:
-        kind, level = Kind.INCIDENT, "error" if account.ends else "warning"
+        kind, level = LineKind.INCIDENT, "error" if account.ends else "warning"
         more = {"account": {name: getattr(account, name) for name in account.__struct_fields__}}
     try:
-        speak(text, source=Source.LAUNCHER, kind=kind, level=level, attempt=attempt, more=more)
+        speak(text, source=LineSource.LAUNCHER, kind=kind, level=level, attempt=attempt, more=more)
     except BrokenPipeError:
         silence(2)
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def say(text: str, *, attempt: int | None = None, account: Account | None = None
 
 def live_line(attempt: int | None = None) -> LiveLine:
     """For a wait of the launcher's."""
-    return LiveLine(Source.LAUNCHER, attempt=attempt)
+    return LiveLine(LineSource.LAUNCHER, attempt=attempt)
 
 
 def silence(descriptor: int) -> None:
@@ -84,7 +84,7 @@ _ACTIONS = {
 }
 
 
-class Decided(msgspec.Struct, frozen=True, kw_only=True):
+class ShownDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a recovery decision that is shown; read leniently, from any release's record."""
 
     action: str
@@ -100,7 +100,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
     skip: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, decision: msgspec.Struct | dict[str, Any]) -> Decided:
+    def of(cls, decision: msgspec.Struct | dict[str, Any]) -> ShownDecision:
         """Of a decision, or of what a record of one holds; what is of another shape is left out."""
         fields = msgspec.to_builtins(decision)
         try:
@@ -109,10 +109,10 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
             return cls(action=str(fields.get("action", "?")), reason=str(fields.get("reason", "")))
 
 
-def shown_decision(control: ControlDirectory, number: int) -> Decided | None:
+def shown_decision(control: ControlDirectory, number: int) -> ShownDecision | None:
     """What was decided about an attempt, by whichever release; None if nothing was."""
     found = read_record(decision_path(control, number, RECOVERY), dict)
-    return Decided.of(found) if found is not None else None
+    return ShownDecision.of(found) if found is not None else None
 
 
 def line_of_record(
@@ -120,7 +120,7 @@ def line_of_record(
     attempt: int,
     cause: str,
     root: FailureRecord | None,
-    decision: Decided | None,
+    decision: ShownDecision | None,
     step: int | None = None,
     max_restarts: int | None = None,
     detail: str = "",
@@ -145,7 +145,7 @@ def _what(root: FailureRecord) -> str:
     return f"{text}: {printable(root.message, MESSAGE_LIMIT)}" if root.message else text
 
 
-def _next(decision: Decided, max_restarts: int | None) -> str:
+def _next(decision: ShownDecision, max_restarts: int | None) -> str:
     if decision.action == "stop":
         why = f": {printable(decision.reason, MESSAGE_LIMIT)}" if decision.reason else ""
         return f"stop with code {decision.exit_code}{why}"
@@ -290,7 +290,7 @@ class SavesTold:
                 self._print(text)
             self._tell_story(line)
 
-    def _tell_story(self, line: Line) -> None:
+    def _tell_story(self, line: JournalLine) -> None:
         if isinstance(line.body, StepsDone):
             self._step = line.body.first + max(len(line.body.seconds), 1) - 1
         with self._lock:
@@ -302,7 +302,7 @@ class SavesTold:
             for incident in mine[-1:]:
                 self._say(back_line(incident, target))
 
-    def _read(self, since: int) -> list[Line]:
+    def _read(self, since: int) -> list[JournalLine]:
         """The run's journal; of a long one only the attempts from `since` on."""
         try:
             whole = sum(path.stat().st_size for path in self._journal.iterdir()) <= MOST_READ

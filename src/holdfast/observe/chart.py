@@ -17,7 +17,7 @@ from html import escape
 
 from holdfast.account import steps_done
 from holdfast.base import number, printable
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import StragglersReported
 from holdfast.train.stragglers import COMPUTE, INPUT, OTHER
 
@@ -40,7 +40,7 @@ class AttemptLosses:
     """The last step that still counts; later ones were done again by a later attempt. None: all count."""
 
 
-def losses_by_attempt(lines: list[Line]) -> list[AttemptLosses]:
+def losses_by_attempt(lines: list[JournalLine]) -> list[AttemptLosses]:
     """Each attempt's losses in the order of its steps; attempts that recorded none are left out."""
     points: dict[int, list[LossPoint]] = {}
     first: dict[int, int] = {}
@@ -76,7 +76,7 @@ WAITING = "waiting"
 
 
 @dataclass(frozen=True)
-class Row:
+class ChartRow:
     label: str
     name: str
     """In full, shown when pointed at."""
@@ -89,7 +89,7 @@ def columns(event: StragglersReported) -> list[str]:
     return [name for name in (INPUT, COMPUTE, *named, OTHER) if name in event.sections]
 
 
-def rows(event: StragglersReported) -> list[Row]:
+def rows(event: StragglersReported) -> list[ChartRow]:
     names = columns(event)
     values = [
         [*(event.sections[name][at] for name in names), event.waiting[at] if event.waiting else 0.0]
@@ -101,7 +101,7 @@ def rows(event: StragglersReported) -> list[Row]:
     order = sorted(range(len(values)), key=lambda at: (nodes[at], event.ranks[at]))
     several = len(set(nodes)) > 1
     return [
-        Row(
+        ChartRow(
             f"{printable(nodes[at], 12)} · {event.ranks[at]}" if several else f"rank {event.ranks[at]}",
             f"rank {event.ranks[at]}{f' on {printable(nodes[at])}' if nodes[at] else ''}",
             values[at],
@@ -162,7 +162,7 @@ def describe_heat_map(event: StragglersReported) -> str:
     return text
 
 
-def _by_node(values: Sequence[list[float]], nodes: Sequence[str]) -> list[Row]:
+def _by_node(values: Sequence[list[float]], nodes: Sequence[str]) -> list[ChartRow]:
     members: dict[str, list[list[float]]] = {}
     for mine, node in zip(values, nodes, strict=True):
         members.setdefault(node, []).append(mine)
@@ -173,11 +173,11 @@ def _by_node(values: Sequence[list[float]], nodes: Sequence[str]) -> list[Row]:
         worst = [max(column) for column in zip(*ranks, strict=True)]
         worst[-1] = min(mine[-1] for mine in ranks)  # the rank that waits least is the late one
         shown = printable(node) or "(no name)"
-        rows.append(Row(shown, f"node {shown}, the worst of {len(ranks)} rows", worst))
+        rows.append(ChartRow(shown, f"node {shown}, the worst of {len(ranks)} rows", worst))
     return rows
 
 
-def _medians(shown: Sequence[Row]) -> list[float]:
+def _medians(shown: Sequence[ChartRow]) -> list[float]:
     return [statistics.median(column) for column in zip(*(row.seconds for row in shown), strict=True)]
 
 
@@ -200,7 +200,7 @@ MANY_SERIES = 40
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultMark:
     incident: int
     step: int
     what: str
@@ -211,7 +211,7 @@ class Chart:
     """What is to be drawn."""
 
     series: list[AttemptLosses]
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[FaultMark] = field(default_factory=list)
     commits: list[tuple[int, int, str]] = field(default_factory=list)
     """Attempt, step and name of each committed checkpoint."""
     rejected: list[tuple[int, str, str]] = field(default_factory=list)
@@ -224,7 +224,7 @@ def _drawable(value: float) -> float:
     return min(max(value, -1e300), 1e300)
 
 
-class _Frame:
+class _Drawing:
     """Maps steps and losses to a drawing of the given size."""
 
     def __init__(self, chart: Chart, width: int, height: int) -> None:
@@ -291,7 +291,7 @@ def thin(points: Sequence[tuple[int, float]], buckets: int) -> list[tuple[int, f
 
 def draw(chart: Chart, *, width: int, height: int, name: str) -> str:
     """The chart as an SVG element. `name` makes its ids unique in the page."""
-    frame = _Frame(chart, width, height)
+    frame = _Drawing(chart, width, height)
     parts = [
         f'<svg class="chart {escape(name)}" viewBox="0 0 {width} {frame.height}" role="img" '
         f'aria-labelledby="{escape(name)}-title {escape(name)}-desc">',
@@ -332,7 +332,7 @@ def describe(chart: Chart) -> str:
     return " ".join(sentences)
 
 
-def _axes(frame: _Frame) -> list[str]:
+def _axes(frame: _Drawing) -> list[str]:
     parts = ['<g class="axes">']
     for tick in frame.ticks:
         y = frame.y(tick)
@@ -366,7 +366,7 @@ def _short(tick: float) -> str:
     return text if len(text) <= 8 else f"{tick:.2g}"
 
 
-def _path(points: Iterable[tuple[int, float]], frame: _Frame, classes: str) -> list[str]:
+def _path(points: Iterable[tuple[int, float]], frame: _Drawing, classes: str) -> list[str]:
     """A line through the points, broken where a value is not finite."""
     paths: list[str] = []
     run: list[tuple[int, float]] = []
@@ -386,7 +386,7 @@ def _path(points: Iterable[tuple[int, float]], frame: _Frame, classes: str) -> l
     return paths
 
 
-def _reference(chart: Chart, frame: _Frame) -> list[str]:
+def _reference(chart: Chart, frame: _Drawing) -> list[str]:
     if not chart.reference:
         return []
     return ["<g><title>Reference</title>", *_path(chart.reference, frame, "reference"), "</g>"]
@@ -399,7 +399,7 @@ def _split(series: AttemptLosses) -> tuple[list[tuple[int, float]], list[tuple[i
     return kept, points[len(kept) :]
 
 
-def _series(series: list[AttemptLosses], frame: _Frame) -> list[str]:
+def _series(series: list[AttemptLosses], frame: _Drawing) -> list[str]:
     solid: list[str] = []
     dashed: list[str] = []
     labels: list[str] = []
@@ -419,7 +419,7 @@ def _series(series: list[AttemptLosses], frame: _Frame) -> list[str]:
     return solid + dashed + labels  # dashes above the lines that repeat them, names above everything
 
 
-def _label(series: AttemptLosses, index: int, frame: _Frame, taken: list[tuple[float, float]]) -> list[str]:
+def _label(series: AttemptLosses, index: int, frame: _Drawing, taken: list[tuple[float, float]]) -> list[str]:
     """An attempt's mark and its name, above and to the right, clear of the names already there."""
     start = next(((p.step, p.loss) for p in series.points if math.isfinite(p.loss)), None)
     if start is None:
@@ -455,7 +455,7 @@ def _shape(index: int, x: float, y: float) -> str:
 class _Badge:
     """One incident, or several that are too close together for a badge each."""
 
-    faults: tuple[Fault, ...]
+    faults: tuple[FaultMark, ...]
     first: float
     last: float
     """Where the first and the last of them are."""
@@ -467,18 +467,18 @@ class _Badge:
         return _label_of(self.faults)
 
 
-def _label_of(faults: Sequence[Fault]) -> str:
+def _label_of(faults: Sequence[FaultMark]) -> str:
     return str(faults[0].incident) if len(faults) == 1 else f"{len(faults)}×"
 
 
-def _badge(faults: tuple[Fault, ...], frame: _Frame) -> _Badge:
+def _badge(faults: tuple[FaultMark, ...], frame: _Drawing) -> _Badge:
     at = [frame.x(fault.step) for fault in faults]
     half = max(10.0, 4.2 * len(_label_of(faults)) + 5)
     middle = min(max((min(at) + max(at)) / 2, half + 2), frame.width - half - 2)
     return _Badge(faults, min(at), max(at), middle, half)
 
 
-def badges(faults: Iterable[Fault], frame: _Frame) -> list[_Badge]:
+def badges(faults: Iterable[FaultMark], frame: _Drawing) -> list[_Badge]:
     """In the order of steps, without overlap: neighbours that would touch become one badge."""
     placed: list[_Badge] = []
     for fault in sorted(faults, key=lambda fault: (fault.step, fault.incident)):
@@ -489,7 +489,7 @@ def badges(faults: Iterable[Fault], frame: _Frame) -> list[_Badge]:
     return placed
 
 
-def _faults(faults: list[Fault], frame: _Frame) -> list[str]:
+def _faults(faults: list[FaultMark], frame: _Drawing) -> list[str]:
     parts: list[str] = []
     for badge in badges(faults, frame):
         first, many = badge.faults[0], len(badge.faults)
@@ -517,7 +517,7 @@ def _faults(faults: list[Fault], frame: _Frame) -> list[str]:
     return parts
 
 
-def _lanes(chart: Chart, frame: _Frame) -> list[str]:
+def _lanes(chart: Chart, frame: _Drawing) -> list[str]:
     """One lane per attempt: solid for what was kept of it, dashed for what was done again, dots for commits,
     crosses for checkpoints that were later refused."""
     parts: list[str] = []

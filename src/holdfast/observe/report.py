@@ -14,8 +14,8 @@ from pathlib import Path
 from holdfast import __version__
 from holdfast.account import (
     KINDS,
-    Attempt,
     Incident,
+    JournalledAttempt,
     Ledger,
     Remark,
     answers_of,
@@ -31,10 +31,10 @@ from holdfast.account import (
 )
 from holdfast.base import check_output, duration, plural, printable, replace_atomic, size
 from holdfast.checkpoint.format import parse_name
-from holdfast.journal import Line, condense
+from holdfast.journal import JournalLine, condense
 from holdfast.journal.events import (
     DataSkipped,
-    Decision,
+    DecisionMade,
     DeterminismMeasured,
     ProbationEnded,
     RunCreated,
@@ -45,7 +45,7 @@ from holdfast.journal.events import (
     ThroughputLow,
     Verdict,
 )
-from holdfast.observe.chart import Chart, Fault, draw, draw_heat_map, losses_by_attempt
+from holdfast.observe.chart import Chart, FaultMark, draw, draw_heat_map, losses_by_attempt
 from holdfast.observe.status import cost
 
 # --- the style sheet ----------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ _SHOWN = (StepRejected, Verdict, ProbationEnded, StandingChanged, ThroughputLow,
 MOST_ROWS = 500
 
 
-def standings(lines: list[Line]) -> dict[str, StandingChanged]:
+def standings(lines: list[JournalLine]) -> dict[str, StandingChanged]:
     """The newest known standing of each checkpoint, by name."""
     return {line.body.checkpoint: line.body for line in lines if isinstance(line.body, StandingChanged)}
 
@@ -341,12 +341,12 @@ def standing(change: StandingChanged) -> str:
     return f'<span class="tag {style}">{mark} {text(change.standing)}</span> {text(why)}'.rstrip()
 
 
-def judged(lines: list[Line], began: float) -> str:
+def judged(lines: list[JournalLine], began: float) -> str:
     """Rejected steps, verdicts, probations and what followed; how far results repeat, where measured."""
     return _events(lines, began) + _determinism(lines)
 
 
-def _events(lines: list[Line], began: float) -> str:
+def _events(lines: list[JournalLine], began: float) -> str:
     found = [line for line in lines if isinstance(line.body, _SHOWN)]
     if not found:
         return ""
@@ -367,7 +367,7 @@ def _events(lines: list[Line], began: float) -> str:
     return "<h2>Results and verdicts</h2>\n" + table(caption, heads, rows)
 
 
-def _determinism(lines: list[Line]) -> str:
+def _determinism(lines: list[JournalLine]) -> str:
     measured = [line.body for line in lines if isinstance(line.body, DeterminismMeasured)]
     if not measured:
         return ""
@@ -395,7 +395,7 @@ def _determinism(lines: list[Line]) -> str:
 MOST_NAMED = 20
 
 
-def straggler_part(lines: Sequence[Line]) -> str:
+def straggler_part(lines: Sequence[JournalLine]) -> str:
     """Markup; empty for a run in which nobody looked for stragglers."""
     reports = [line.body for line in lines if isinstance(line.body, StragglersReported)]
     if not reports:
@@ -444,8 +444,8 @@ _ASKED = {"who": "Who", "what": "What", "why": "Why", "done": "Done", "cost": "C
 
 
 def first_screen(
-    lines: Sequence[Line],
-    life: Sequence[Attempt],
+    lines: Sequence[JournalLine],
+    life: Sequence[JournalledAttempt],
     incidents: list[Incident],
     remarks: list[Remark],
     ledger: Ledger,
@@ -487,7 +487,7 @@ def first_screen(
     )
 
 
-def state_of(life: Sequence[Attempt], any_line: bool) -> str:
+def state_of(life: Sequence[JournalledAttempt], any_line: bool) -> str:
     """One word for the state of the run."""
     newest = life[-1] if life else None
     if newest is None:
@@ -502,8 +502,8 @@ def state_of(life: Sequence[Attempt], any_line: bool) -> str:
 
 
 def _lead(
-    lines: Sequence[Line],
-    life: Sequence[Attempt],
+    lines: Sequence[JournalLine],
+    life: Sequence[JournalledAttempt],
     incidents: list[Incident],
     remarks: list[Remark],
     ended: Incident | None,
@@ -608,7 +608,7 @@ def _times(remark: Remark) -> str:
 
 
 def _figures(
-    life: Sequence[Attempt], incidents: list[Incident], remarks: list[Remark], ledger: Ledger
+    life: Sequence[JournalledAttempt], incidents: list[Incident], remarks: list[Remark], ledger: Ledger
 ) -> str:
     reached = max((attempt.reached or 0 for attempt in life), default=0)
     kinds = ([(len(incidents), "failure")] if incidents else []) + counts_by_kind(remarks)
@@ -647,7 +647,7 @@ MARK = "Holdfast report</title>"
 
 
 def write_report(
-    lines: list[Line],
+    lines: list[JournalLine],
     destination: Path,
     *,
     title: str,
@@ -664,7 +664,7 @@ def write_report(
 
 
 def report_html(
-    lines: list[Line],
+    lines: list[JournalLine],
     *,
     title: str,
     reference: Sequence[tuple[int, float]] | None = None,
@@ -702,7 +702,7 @@ def report_html(
     )
 
 
-def _facts(lines: list[Line], life: list[Attempt], facts: Sequence[tuple[str, str]]) -> str:
+def _facts(lines: list[JournalLine], life: list[JournalledAttempt], facts: Sequence[tuple[str, str]]) -> str:
     rows = list(facts)
     for line in lines:
         if isinstance(line.body, RunCreated):
@@ -720,7 +720,10 @@ def _facts(lines: list[Line], life: list[Attempt], facts: Sequence[tuple[str, st
 
 
 def _chart(
-    lines: list[Line], life: list[Attempt], incidents: list[Incident], reference: Sequence[tuple[int, float]]
+    lines: list[JournalLine],
+    life: list[JournalledAttempt],
+    incidents: list[Incident],
+    reference: Sequence[tuple[int, float]],
 ) -> str:
     series = losses_by_attempt(lines)
     if not series:
@@ -732,7 +735,7 @@ def _chart(
     ]
     chart = Chart(
         series=series,
-        faults=[Fault(one.number, one.failed_at_step, one.what) for one in incidents],
+        faults=[FaultMark(one.number, one.failed_at_step, one.what) for one in incidents],
         commits=[
             (attempt.number, save.step, save.checkpoint)
             for attempt in life
@@ -775,7 +778,7 @@ def _ledger(ledger: Ledger) -> str:
     )
 
 
-def _refused(life: list[Attempt]) -> dict[str, list[str]]:
+def _refused(life: list[JournalledAttempt]) -> dict[str, list[str]]:
     """Checkpoints that were rejected, each with the reasons given first: later ones only repeat or follow."""
     refused: dict[str, list[str]] = {}
     for attempt in life:
@@ -784,7 +787,7 @@ def _refused(life: list[Attempt]) -> dict[str, list[str]]:
     return refused
 
 
-def _checkpoints(life: list[Attempt], standings: dict[str, StandingChanged], began: float) -> str:
+def _checkpoints(life: list[JournalledAttempt], standings: dict[str, StandingChanged], began: float) -> str:
     refused = _refused(life)
     used = {attempt.resumed.checkpoint: attempt.number for attempt in life if attempt.resumed is not None}
     rows = []
@@ -818,10 +821,10 @@ def _checkpoints(life: list[Attempt], standings: dict[str, StandingChanged], beg
     return "<h2>Checkpoints</h2>\n" + table(caption, [(n, "") for n in names], rows[-MAX_CHECKPOINTS:])
 
 
-def _decisions(lines: list[Line], began: float) -> str:
+def _decisions(lines: list[JournalLine], began: float) -> str:
     items = []
     for line in lines:
-        if not isinstance(line.body, Decision):
+        if not isinstance(line.body, DecisionMade):
             continue
         shown = line.body.render()
         details = "".join(f"<li>{text(detail)}</li>" for detail in shown.details)
@@ -838,7 +841,7 @@ def _decisions(lines: list[Line], began: float) -> str:
     return f'<h2>Decisions and their evidence</h2>\n{told}<ul class="decisions card">{newest}</ul>'
 
 
-def _timeline(lines: list[Line], began: float, most: int) -> str:
+def _timeline(lines: list[JournalLine], began: float, most: int) -> str:
     shown = condense(lines)
     rows = []
     for line in shown[-most:]:

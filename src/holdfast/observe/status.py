@@ -35,7 +35,7 @@ from holdfast.journal.events import (
     StopSaved,
     decode_loss,
 )
-from holdfast.launch import Decided, line_of_record, shown_decision
+from holdfast.launch import ShownDecision, line_of_record, shown_decision
 from holdfast.policy import LIVE, restarts_left, restarts_without_progress, root_cause
 from holdfast.record import (
     ACCOUNT,
@@ -50,8 +50,8 @@ from holdfast.record import (
     FailureRecord,
     HeadRecord,
     LeaseState,
+    OperatorRequest,
     Pin,
-    Request,
     StandingBook,
     attempt_numbers,
     end_of,
@@ -246,8 +246,8 @@ class Status(msgspec.Struct, kw_only=True):
     """The last save in the local tier, which the nodes themselves hold."""
     incident: LastIncident | None = None
     budget: BudgetState | None = None
-    paused: Request | None = None
-    budget_reset: Request | None = None
+    paused: OperatorRequest | None = None
+    budget_reset: OperatorRequest | None = None
     pin: Pin | None = None
     exclusions: list[ExclusionRecord] = []
     suspects: list[Suspect] = []
@@ -267,7 +267,7 @@ class _Newest(msgspec.Struct, kw_only=True):
     record: AttemptRecord | None = None
     end: EndRecord | None = None
     head: HeadRecord | None = None
-    decided: Decided | None = None
+    decided: ShownDecision | None = None
 
 
 def status_of(control: ControlDirectory) -> Status:
@@ -351,7 +351,7 @@ def _state(
 
 
 def _failed(
-    end: EndRecord, decided: Decided | None, controls: Controls, *, live: bool
+    end: EndRecord, decided: ShownDecision | None, controls: Controls, *, live: bool
 ) -> tuple[str, str, int | None]:
     if decided is not None and decided.action == "stop":
         return (
@@ -518,33 +518,33 @@ MAX_NODES = 8
 """Most nodes that are named; there may be very many."""
 
 
-class Row(NamedTuple):
+class StatusRow(NamedTuple):
     label: str
     text: str
     style: str = ""
 
 
-def status_rows(status: Status) -> list[Row]:
+def status_rows(status: Status) -> list[StatusRow]:
     """What a person wants to know, one thing per line."""
-    rows = [Row("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
+    rows = [StatusRow("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
     if status.nodes or status.world_size is not None:
-        rows.append(Row("ranks", _ranks(status)))
+        rows.append(StatusRow("ranks", _ranks(status)))
     if status.lease is not None:
         lease = status.lease
-        rows.append(Row("launcher", f"{lease.holder}: {lease.detail}"))
+        rows.append(StatusRow("launcher", f"{lease.holder}: {lease.detail}"))
     if status.step is not None:
-        rows.append(Row("step", _step(status)))
+        rows.append(StatusRow("step", _step(status)))
     for what, save in (("last save", status.save), ("local save", status.local_save)):
         if save is not None:
             text = f"step {save.step}, {_ago(status, save.at)} ({printable(save.checkpoint)})"
-            rows.append(Row(what, text))
+            rows.append(StatusRow(what, text))
     if status.incident is not None:
         when = f" ({_ago(status, status.incident.at)})" if status.incident.at is not None else ""
-        rows.append(Row("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
+        rows.append(StatusRow("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
     if status.budget is not None:
-        rows.append(Row("restarts", _budget_words(status.budget)))
+        rows.append(StatusRow("restarts", _budget_words(status.budget)))
     rows += _controls(status)
-    rows += [Row("problem", printable(problem), "yellow") for problem in status.problems]
+    rows += [StatusRow("problem", printable(problem), "yellow") for problem in status.problems]
     return rows
 
 
@@ -559,7 +559,7 @@ def status_line(status: Status) -> str:
     return f"{clock}  {'  '.join(parts)}"
 
 
-def _state_words(status: Status) -> Row:
+def _state_words(status: Status) -> StatusRow:
     text = status.state
     if status.attempt:
         text += f", attempt {status.attempt}"
@@ -567,7 +567,7 @@ def _state_words(status: Status) -> Row:
         text += f" for {duration(max(0.0, status.at - status.started))}"
     if status.detail:
         text += f": {printable(status.detail)}"
-    return Row("state", text, STYLES.get(status.state, ""))
+    return StatusRow("state", text, STYLES.get(status.state, ""))
 
 
 def _ranks(status: Status) -> str:
@@ -604,30 +604,32 @@ def _budget_words(budget: BudgetState) -> str:
     return used if budget.max_restarts is None else f"{used}, {budget.left} of {budget.max_restarts} left"
 
 
-def _controls(status: Status) -> list[Row]:
+def _controls(status: Status) -> list[StatusRow]:
     rows = []
     if status.paused is not None:
-        rows.append(Row("paused", f"recovery, {_asked(status, status.paused)}", "yellow"))
+        rows.append(StatusRow("paused", f"recovery, {_asked(status, status.paused)}", "yellow"))
     if status.pin is not None:
         how = "the next resume" if status.pin.once else "every resume"
         forced = ", forced" if status.pin.force else ""
         what = f"{printable(status.pin.checkpoint)} for {how}{forced}"
-        rows.append(Row("pinned", f"{what}, {_asked(status, status.pin.request)}", "yellow"))
+        rows.append(StatusRow("pinned", f"{what}, {_asked(status, status.pin.request)}", "yellow"))
     if status.budget_reset is not None:
         upto = f"restarts up to attempt {status.budget_reset.attempt} no longer count"
-        rows.append(Row("reset", f"{upto}, {_asked(status, status.budget_reset)}"))
+        rows.append(StatusRow("reset", f"{upto}, {_asked(status, status.budget_reset)}"))
     for exclusion in status.exclusions:
         by = f" ({printable(exclusion.by)}, {_ago(status, exclusion.at)})" if exclusion.at else ""
         rows.append(
-            Row("excluded", f"{printable(exclusion.describe())}: {printable(exclusion.reason)}{by}", "yellow")
+            StatusRow(
+                "excluded", f"{printable(exclusion.describe())}: {printable(exclusion.reason)}{by}", "yellow"
+            )
         )
     for suspect in status.suspects:
         why = f": {printable(suspect.evidence[-1])}" if suspect.evidence else ""
-        rows.append(Row("suspect", f"{printable(suspect.checkpoint)}{why}", "yellow"))
+        rows.append(StatusRow("suspect", f"{printable(suspect.checkpoint)}{why}", "yellow"))
     return rows
 
 
-def _asked(status: Status, request: Request) -> str:
+def _asked(status: Status, request: OperatorRequest) -> str:
     """`alice, 2 h 10 min ago: why`."""
     when = f", {_ago(status, request.at)}" if request.at else ""
     why = f": {printable(request.reason)}" if request.reason else ""

@@ -46,7 +46,7 @@ RERUNS = 2
 second confirms it. What is rejected still fails validation (17)."""
 
 
-class Budget(msgspec.Struct, frozen=True, kw_only=True):
+class CauseBudget(msgspec.Struct, frozen=True, kw_only=True):
     """What one cause may cost without progress."""
 
     restarts: int
@@ -60,47 +60,47 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-BUDGETS: Mapping[Cause, Budget] = {
-    Cause.PREEMPTION: Budget(
+BUDGETS: Mapping[Cause, CauseBudget] = {
+    Cause.PREEMPTION: CauseBudget(
         restarts=20,
         repeats=20,
         per_window=5,
         window=3600.0,
         why="it says nothing about the job; but a job that never gets to its next save only burns time",
     ),
-    Cause.INFRASTRUCTURE: Budget(
+    Cause.INFRASTRUCTURE: CauseBudget(
         restarts=12,
         repeats=3,
         why="what comes from outside passes, and a rack that restarts takes several attempts with it",
     ),
-    Cause.DEVICE: Budget(
+    Cause.DEVICE: CauseBudget(
         restarts=8,
         repeats=1,
         vary_first=True,
         why="a broken device stays broken: other devices first, then the same ones once more",
     ),
-    Cause.JOB: Budget(
+    Cause.JOB: CauseBudget(
         restarts=4,
         repeats=2,
         why="an error of the script repeats; one that says what it is, is not even run a third time",
     ),
-    Cause.DATA: Budget(
+    Cause.DATA: CauseBudget(
         restarts=4,
         repeats=2,
         why="as with the job's own errors: the same samples come again",
     ),
-    Cause.CHECKPOINT: Budget(
+    Cause.CHECKPOINT: CauseBudget(
         restarts=4,
         repeats=1,
         vary_first=True,
         why="the same checkpoint fails again: a lower rung first, at most two, then once more",
     ),
-    Cause.HANG: Budget(
+    Cause.HANG: CauseBudget(
         restarts=6,
         repeats=1,
         why="a hang costs its whole timeout each time; a race may pass, the second time something varies",
     ),
-    Cause.UNKNOWN: Budget(
+    Cause.UNKNOWN: CauseBudget(
         restarts=6,
         repeats=2,
         why="nothing is known: the same place first, twice, for most of it passes; then something varies",

@@ -337,7 +337,7 @@ def layout(cluster: Cluster, nodes: list[str]) -> list[NodeDevices]:
 # The state is one value that all agents change by compare-and-set; each function here gives the next value.
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class Participant(msgspec.Struct, frozen=True, kw_only=True):
     """One agent, as the others see it."""
 
     agent: str
@@ -355,7 +355,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Why it may not take part (its node is excluded); empty if it may."""
 
 
-class Over(msgspec.Struct, frozen=True, kw_only=True):
+class RunOver(msgspec.Struct, frozen=True, kw_only=True):
     """The run has ended; nobody needs to wait any more."""
 
     code: int
@@ -364,14 +364,14 @@ class Over(msgspec.Struct, frozen=True, kw_only=True):
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     round: int = 0
-    members: list[Member] = []
+    members: list[Participant] = []
     """The nodes of the round that was formed last, by group rank."""
-    here: dict[str, Member] = {}
+    here: dict[str, Participant] = {}
     """Agents that wait for the next round."""
     gone: dict[str, str] = {}
     """Agents that were declared gone, and why."""
     tickets: int = 0
-    over: Over | None = None
+    over: RunOver | None = None
 
 
 def arrive(
@@ -390,7 +390,7 @@ def arrive(
     known = meeting.here.get(agent) or next((m for m in meeting.members if m.agent == agent), None)
     if known is None:
         ticket = meeting.tickets + 1
-        known = Member(agent=agent, node=_unique(meeting, node), ticket=ticket, slots=slots, role=role)
+        known = Participant(agent=agent, node=_unique(meeting, node), ticket=ticket, slots=slots, role=role)
         meeting = msgspec.structs.replace(meeting, tickets=ticket)
     me = msgspec.structs.replace(known, devices=list(devices), unfit=unfit)
     return msgspec.structs.replace(meeting, here={**meeting.here, agent: me})
@@ -406,12 +406,12 @@ def _unique(meeting: Meeting, node: str) -> str:
     return name
 
 
-def awaited(meeting: Meeting) -> list[Member]:
+def awaited(meeting: Meeting) -> list[Participant]:
     """Members of the last round that have not come back yet."""
     return [m for m in meeting.members if m.agent not in meeting.here and m.agent not in meeting.gone]
 
 
-def candidates(meeting: Meeting) -> list[Member]:
+def candidates(meeting: Meeting) -> list[Participant]:
     """Who may be in the next round, in the order in which they would be taken: old members first."""
     places = {m.agent: place for place, m in enumerate(meeting.members)}
     fit = [m for m in meeting.here.values() if not m.unfit]
@@ -449,7 +449,7 @@ def parked(meeting: Meeting, agent: str) -> str:
     return ""
 
 
-def spares(meeting: Meeting) -> list[Member]:
+def spares(meeting: Meeting) -> list[Participant]:
     """Nodes that wait beside a running group and could take part, the first to take first."""
     old = {m.agent for m in meeting.members}
     return [m for m in candidates(meeting) if m.agent not in old]
@@ -468,10 +468,10 @@ def finish(meeting: Meeting, code: int, why: str) -> Meeting:
     """The run is over; the first word counts."""
     if meeting.over is not None:
         return meeting
-    return msgspec.structs.replace(meeting, over=Over(code=code, why=why))
+    return msgspec.structs.replace(meeting, over=RunOver(code=code, why=why))
 
 
-class Ranks(msgspec.Struct, frozen=True, kw_only=True):
+class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of one node's workers: each is the first of as many as the node has workers."""
 
     first: int
@@ -480,10 +480,10 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
     role_world_size: int
 
 
-def ranks_of(members: list[Member], place: int) -> Ranks:
+def ranks_of(members: list[Participant], place: int) -> NodeRanks:
     """Ranks in the order of the nodes, as torchrun gives them."""
     role = members[place].role
-    return Ranks(
+    return NodeRanks(
         first=sum(m.slots for m in members[:place]),
         world_size=sum(m.slots for m in members),
         first_of_role=sum(m.slots for m in members[:place] if m.role == role),

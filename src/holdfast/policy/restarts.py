@@ -29,7 +29,7 @@ STAYS = frozenset({Action.RESTART, Action.LOWER_RUNG})
 _STOOD_STILL = frozenset({FaultKind.SOFT_TIMEOUT, FaultKind.HARD_TIMEOUT, FaultKind.LATE})
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class InProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the settings allow, for so many started processes."""
 
     wanted: int
@@ -41,8 +41,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_rank_faults: int | None
 
 
-def limits_of(chosen: InProcessSettings, members: int) -> Limits:
-    return Limits(
+def limits_of(chosen: InProcessSettings, members: int) -> InProcessLimits:
+    return InProcessLimits(
         wanted=members if chosen.active_world_size == "all" else chosen.active_world_size,
         least=None if chosen.min_world_size == "active" else chosen.min_world_size,
         whole_nodes=chosen.granularity == "node",
@@ -66,7 +66,7 @@ def blamed(faults: Sequence[Fault]) -> set[int]:
     }
 
 
-def over_the_limit(counted: Mapping[int, int], limits: Limits) -> list[int]:
+def over_the_limit(counted: Mapping[int, int], limits: InProcessLimits) -> list[int]:
     """The members that had more faults than one may have."""
     if limits.max_rank_faults is None:
         return []

@@ -69,7 +69,7 @@ class CheckRules(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.spike or self.outlier)
 
 
-class Seen:
+class AcceptedLosses:
     """The accepted losses of one rank, as far as they are needed."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def not_finite(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-def judge(loss: float, rules: CheckRules, seen: Seen) -> list[str]:
+def judge(loss: float, rules: CheckRules, seen: AcceptedLosses) -> list[str]:
     """Why a loss is rejected; nothing if it is not."""
     if kind := not_finite(loss):
         return [f"the loss is {kind}"] if rules.nan else []
@@ -173,7 +173,7 @@ class Act(StrEnum):
     ROLL_BACK = "roll_back"
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be done with a step; all ranks do the same."""
 
     act: Act
@@ -194,22 +194,24 @@ class Count:
         self.in_a_row = 0
         self.total = 0
 
-    def after(self, bad: bool) -> Outcome:
+    def after(self, bad: bool) -> StepOutcome:
         """The step was bad, or was not: what to do with it."""
         if not bad:
             self.in_a_row = 0
-            return Outcome(act=Act.USE)
+            return StepOutcome(act=Act.USE)
         self.in_a_row += 1
         self.total += 1
         if self.policy == "raise":
-            return Outcome(act=Act.STOP, in_a_row=self.in_a_row, why="the policy for a bad step is to raise")
+            return StepOutcome(
+                act=Act.STOP, in_a_row=self.in_a_row, why="the policy for a bad step is to raise"
+            )
         if self.in_a_row >= self.max_consecutive:
-            return Outcome(
+            return StepOutcome(
                 act=Act.ROLL_BACK if self.policy == "rollback" else Act.STOP,
                 in_a_row=self.in_a_row,
                 why=f"{self.in_a_row} bad steps in a row, {self.max_consecutive} are too many",
             )
-        return Outcome(act=Act.DROP, warn=self.policy == "warn", in_a_row=self.in_a_row)
+        return StepOutcome(act=Act.DROP, warn=self.policy == "warn", in_a_row=self.in_a_row)
 
     def began_again(self) -> None:
         """An earlier state was restored: the row is over."""

@@ -22,7 +22,7 @@ from holdfast.policy.signs import Cause
 from holdfast.policy.verdicts import DEVICE, REPRODUCIBLE
 
 
-class Mark(StrEnum):
+class StageMark(StrEnum):
     OK = "ok"
     NOTE = "note"
     """Goes on, but somebody should know."""
@@ -51,7 +51,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What one stage found."""
 
     stage: Stage
-    mark: Mark
+    mark: StageMark
     text: str
     evidence: list[str] = []
     code: int = 0
@@ -132,7 +132,7 @@ def trigger(facts: Facts) -> Finding:
         waits = facts.state == "paused"
         return Finding(
             stage=Stage.TRIGGER,
-            mark=Mark.PROBLEM,
+            mark=StageMark.PROBLEM,
             text=f"nothing: the run is alive ({facts.state}, attempt {facts.attempt}{_at(facts)})",
             evidence=[text for text in (facts.lease, facts.detail) if text],
             code=int(ExitCode.RUN_IS_LIVE),
@@ -141,26 +141,26 @@ def trigger(facts: Facts) -> Finding:
             else "watch it with `holdfast status RUN --watch`",
         )
     if facts.state == "new":
-        return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text="nothing: no attempt has ever begun")
+        return Finding(stage=Stage.TRIGGER, mark=StageMark.NOTE, text="nothing: no attempt has ever begun")
     if facts.state == "finished":
         text = f"nothing: the run finished{_at(facts)} (attempt {facts.attempt})"
-        return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text=text)
+        return Finding(stage=Stage.TRIGGER, mark=StageMark.NOTE, text=text)
     if facts.state == "lost":
         what = f"attempt {facts.attempt} was lost with its launcher{_at(facts)}: it left no end"
         found = [f"the lease: {facts.lease}"] if facts.lease else []
-        return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=[*found, *evidence])
+        return Finding(stage=Stage.TRIGGER, mark=StageMark.NOTE, text=what, evidence=[*found, *evidence])
     if facts.stop is not None and facts.state == "stopped":
         what = f"attempt {facts.attempt} was asked to stop{_at(facts)}: {facts.stop.detail}"
         return Finding(
-            stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=[_kept(facts.stop), *evidence]
+            stage=Stage.TRIGGER, mark=StageMark.NOTE, text=what, evidence=[_kept(facts.stop), *evidence]
         )
     if facts.state == "stopped":
         what = f"attempt {facts.attempt} was stopped{_at(facts)} {facts.detail}".rstrip()
-        return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=evidence)
+        return Finding(stage=Stage.TRIGGER, mark=StageMark.NOTE, text=what, evidence=evidence)
     what = facts.incident or f"attempt {facts.attempt} failed{_at(facts)}: {facts.detail}"
     decided = [f"decided: {facts.action}, {facts.reason}"] if facts.action else []
     found = list(dict.fromkeys([*evidence, *decided, *facts.grounds]))
-    return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=found)
+    return Finding(stage=Stage.TRIGGER, mark=StageMark.NOTE, text=what, evidence=found)
 
 
 def _kept(stop: StopFacts) -> str:
@@ -253,15 +253,15 @@ def classify(facts: Facts) -> Finding:
         else []
     )
     if facts.state != "failed" or facts.action != "stop" or facts.decided_code not in STANDING:
-        mark = Mark.NOTE if held else Mark.OK
+        mark = StageMark.NOTE if held else StageMark.OK
         return Finding(stage=Stage.CLASSIFY, mark=mark, text=text, evidence=held)
     meaning, remedy = MEANINGS[ExitCode(facts.decided_code)]
     if facts.forgiven:
         told = [f"the stop with code {facts.decided_code} is forgiven: an operator reset the budget after it"]
-        return Finding(stage=Stage.CLASSIFY, mark=Mark.NOTE, text=text, evidence=told)
+        return Finding(stage=Stage.CLASSIFY, mark=StageMark.NOTE, text=text, evidence=told)
     return Finding(
         stage=Stage.CLASSIFY,
-        mark=Mark.PROBLEM,
+        mark=StageMark.PROBLEM,
         text=text,
         evidence=[f"recovery stopped with code {facts.decided_code}: {meaning}", facts.reason],
         code=facts.decided_code,
@@ -334,7 +334,7 @@ class Suspected(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the hardware or a health check itself says so; otherwise it is only where things went wrong."""
 
 
-class Drain(msgspec.Struct, frozen=True, kw_only=True):
+class NodeDrain(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     device: str | None = None
     reason: str
@@ -347,7 +347,7 @@ TWICE = 2
 """So often a place must have been named for its faults to count against it: once is chance."""
 
 
-def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[list[Drain], Finding]:
+def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[list[NodeDrain], Finding]:
     """What to take out of service before the run is started again.
 
     What the hardware or a health check accuses; and where things went wrong twice, if the rest suffices.
@@ -357,11 +357,11 @@ def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[li
         out = any(e.node == one.node and e.device in (None, one.device) for e in cluster.excluded)
         if not out:
             places.setdefault((one.node, one.device), []).append(one)
-    drains: list[Drain] = []
+    drains: list[NodeDrain] = []
     looked: list[str] = []
     for (node, device), told in sorted(places.items(), key=lambda item: (item[0][0], item[0][1] or "")):
         reason = next((one.why for one in told if one.sure), told[-1].why)
-        drain = Drain(node=node, device=device, reason=reason)
+        drain = NodeDrain(node=node, device=device, reason=reason)
         without = _without(cluster, [*drains, drain])
         enough = not fit(without, max(cluster.min_nodes, 1)).missing
         if any(one.sure for one in told) or (len(told) >= TWICE and enough):
@@ -378,22 +378,22 @@ def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[li
         told_why = [f"{drain.describe()}: {drain.reason}" for drain in drains]
         text = f"to be drained: {names}"
         return drains, Finding(
-            stage=Stage.NODES, mark=Mark.NOTE, text=text, evidence=[*told_why, *looked, *kept_out]
+            stage=Stage.NODES, mark=StageMark.NOTE, text=text, evidence=[*told_why, *looked, *kept_out]
         )
     return [], Finding(
         stage=Stage.NODES,
-        mark=Mark.NOTE if looked else Mark.OK,
+        mark=StageMark.NOTE if looked else StageMark.OK,
         text="none to drain",
         evidence=[*looked, *kept_out],
     )
 
 
-def _without(cluster: Cluster, drains: Sequence[Drain]) -> Cluster:
+def _without(cluster: Cluster, drains: Sequence[NodeDrain]) -> Cluster:
     gone = [Exclusion(drain.node, drain.device, drain.reason) for drain in drains]
     return msgspec.structs.replace(cluster, excluded=[*cluster.excluded, *gone])
 
 
-def nodes_to_start_with(cluster: Cluster, drains: Sequence[Drain]) -> int | None:
+def nodes_to_start_with(cluster: Cluster, drains: Sequence[NodeDrain]) -> int | None:
     """How many nodes a start of a run that may shrink would have; None where its launch alone says that."""
     if not cluster.may_shrink:
         return None
@@ -401,7 +401,7 @@ def nodes_to_start_with(cluster: Cluster, drains: Sequence[Drain]) -> int | None
     return len(found.nodes) if found.nodes and not found.missing else None
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that a scheduler has for the run now, without those that are kept out."""
 
     by: str
@@ -410,14 +410,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a start waits in its queue until there are enough; a job that runs keeps the nodes it has."""
 
 
-def capacity(cluster: Cluster, drains: Sequence[Drain], offer: Offer | None) -> Finding:
+def capacity(cluster: Cluster, drains: Sequence[NodeDrain], offer: NodeOffer | None) -> Finding:
     """Whether there are nodes enough: enough, shrink, or wait.
 
     `offer`: None if there is no scheduler to ask, or no answer; then the last attempts' nodes count.
     """
     if not cluster.nodes and offer is None:
         return Finding(
-            stage=Stage.CAPACITY, mark=Mark.UNKNOWN, text="not known: the run has no record of its nodes"
+            stage=Stage.CAPACITY, mark=StageMark.UNKNOWN, text="not known: the run has no record of its nodes"
         )
     wanted = max(cluster.max_nodes or len(cluster.nodes), cluster.min_nodes)
     if offer is not None:
@@ -428,29 +428,31 @@ def capacity(cluster: Cluster, drains: Sequence[Drain], offer: Offer | None) -> 
         return _too_few(f"wait: {have} usable, {found.missing} more needed")
     if found.shrinks:
         text = f"shrink: {have} usable, and the run may go on with {cluster.min_nodes} or more"
-        return Finding(stage=Stage.CAPACITY, mark=Mark.NOTE, text=text)
+        return Finding(stage=Stage.CAPACITY, mark=StageMark.NOTE, text=text)
     where = ", ".join(found.nodes[:8]) + (" …" if len(found.nodes) > 8 else "")
     new = [f"{node} is new to the run: it takes the place of one that is out" for node in found.spares]
-    mark = Mark.NOTE if new else Mark.OK
+    mark = StageMark.NOTE if new else StageMark.OK
     return Finding(stage=Stage.CAPACITY, mark=mark, text=f"enough: {have} ({where})", evidence=new)
 
 
-def _offered(cluster: Cluster, offer: Offer, wanted: int) -> Finding:
+def _offered(cluster: Cluster, offer: NodeOffer, wanted: int) -> Finding:
     have = f"{offer.by} has {offer.nodes} {'free' if offer.queues else 'usable'}, {wanted} are wanted"
     if offer.nodes >= wanted:
-        return Finding(stage=Stage.CAPACITY, mark=Mark.OK, text=f"enough: {have}")
+        return Finding(stage=Stage.CAPACITY, mark=StageMark.OK, text=f"enough: {have}")
     if cluster.may_shrink and offer.nodes >= cluster.min_nodes:
         text = f"shrink: {have}, and the run may go on with {cluster.min_nodes} or more"
-        return Finding(stage=Stage.CAPACITY, mark=Mark.NOTE, text=text)
+        return Finding(stage=Stage.CAPACITY, mark=StageMark.NOTE, text=text)
     if not offer.queues:
         return _too_few(f"wait: {have}")
     text = f"wait: {have}; the job waits in the queue until they are there"
-    return Finding(stage=Stage.CAPACITY, mark=Mark.NOTE, text=text)
+    return Finding(stage=Stage.CAPACITY, mark=StageMark.NOTE, text=text)
 
 
 def _too_few(text: str) -> Finding:
     code = ExitCode.NO_CAPACITY
-    return Finding(stage=Stage.CAPACITY, mark=Mark.PROBLEM, text=text, code=int(code), next=MEANINGS[code][1])
+    return Finding(
+        stage=Stage.CAPACITY, mark=StageMark.PROBLEM, text=text, code=int(code), next=MEANINGS[code][1]
+    )
 
 
 # --- storage, and the number of ranks ----------------------------------------------------------------------
@@ -492,9 +494,9 @@ def storage(places: Sequence[StorageFacts], alarm: Sequence[str]) -> Finding:
     if code:
         text = "cannot be used as it is"
         return Finding(
-            stage=Stage.STORAGE, mark=Mark.PROBLEM, text=text, evidence=evidence, code=code, next=remedy
+            stage=Stage.STORAGE, mark=StageMark.PROBLEM, text=text, evidence=evidence, code=code, next=remedy
         )
-    mark = Mark.NOTE if alarm else Mark.OK
+    mark = StageMark.NOTE if alarm else StageMark.OK
     text = "takes and gives back what is written"
     return Finding(stage=Stage.STORAGE, mark=mark, text=text, evidence=evidence)
 
@@ -503,21 +505,23 @@ def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Find
     """Whether so many ranks can take up what others saved. `shared`: the data position is a global one."""
     if saved is None or wanted is None:
         known = "the number of ranks that a start would have" if wanted is None else "how many ranks saved it"
-        return Finding(stage=Stage.WORLD, mark=Mark.UNKNOWN, text=f"{known} is not known")
+        return Finding(stage=Stage.WORLD, mark=StageMark.UNKNOWN, text=f"{known} is not known")
     if saved == wanted:
         return Finding(
-            stage=Stage.WORLD, mark=Mark.OK, text=f"{plural(saved, 'rank')} saved it, as many start"
+            stage=Stage.WORLD, mark=StageMark.OK, text=f"{plural(saved, 'rank')} saved it, as many start"
         )
     both = f"{plural(saved, 'rank')} saved it, {plural(wanted, 'rank')} would start"
     if shared is None:
         text = f"{both}: whether its data position can be shared out is known only when it is loaded"
-        return Finding(stage=Stage.WORLD, mark=Mark.UNKNOWN, text=text)
+        return Finding(stage=Stage.WORLD, mark=StageMark.UNKNOWN, text=text)
     if shared:
         told = ["tensors and the data position are resharded; random generators are seeded anew"]
-        return Finding(stage=Stage.WORLD, mark=Mark.NOTE, text=f"{both}: resharding is fine", evidence=told)
+        return Finding(
+            stage=Stage.WORLD, mark=StageMark.NOTE, text=f"{both}: resharding is fine", evidence=told
+        )
     return Finding(
         stage=Stage.WORLD,
-        mark=Mark.PROBLEM,
+        mark=StageMark.PROBLEM,
         text=f"{both}: refused",
         evidence=["its loader keeps one data position per rank: samples would be repeated or left out"],
         code=int(ExitCode.STATE_MISFIT),
@@ -539,14 +543,14 @@ def command(
     if shown is None:
         return Finding(
             stage=Stage.COMMAND,
-            mark=Mark.UNKNOWN,
+            mark=StageMark.UNKNOWN,
             text="not known: the run was not started by `holdfast run`",
             next="start it as before, or give the command after `--`",
         )
     if wrong and not submit:
         return Finding(
             stage=Stage.COMMAND,
-            mark=Mark.PROBLEM,
+            mark=StageMark.PROBLEM,
             text=shown,
             evidence=[wrong],
             code=int(ExitCode.USAGE),
@@ -558,5 +562,5 @@ def command(
     elif nodes > 1:
         evidence.append(f"on each of {nodes} nodes, or through the batch script again")
     return Finding(
-        stage=Stage.COMMAND, mark=Mark.NOTE if evidence else Mark.OK, text=shown, evidence=evidence
+        stage=Stage.COMMAND, mark=StageMark.NOTE if evidence else StageMark.OK, text=shown, evidence=evidence
     )

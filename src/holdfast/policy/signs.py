@@ -538,7 +538,7 @@ ERRNOS: Mapping[int, str] = {
 like are mostly the script's."""
 
 
-class Known(NamedTuple):
+class KnownClass(NamedTuple):
     """What the class of an exception says."""
 
     cause: Cause
@@ -547,30 +547,30 @@ class Known(NamedTuple):
     here: bool = True
 
 
-TYPES: Mapping[str, Known] = {
-    "torch.OutOfMemoryError": Known(Cause.JOB),
-    "torch.cuda.OutOfMemoryError": Known(Cause.JOB),
-    "MemoryError": Known(Cause.JOB),
-    "torch.distributed.DistNetworkError": Known(Cause.INFRASTRUCTURE),
-    "torch.distributed.DistStoreError": Known(Cause.INFRASTRUCTURE),
-    "torch.distributed.DistBackendError": Known(Cause.INFRASTRUCTURE, refined=True),
-    "torch.AcceleratorError": Known(Cause.UNKNOWN, refined=True),
-    "ConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
-    "TimeoutError": Known(Cause.INFRASTRUCTURE, refined=True, here=False),
-    "socket.gaierror": Known(Cause.INFRASTRUCTURE, here=False),
-    "botocore.exceptions.HTTPClientError": Known(Cause.INFRASTRUCTURE, here=False),
-    "botocore.exceptions.ConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
-    "botocore.exceptions.EndpointConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
-    "requests.exceptions.ConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
-    "requests.exceptions.Timeout": Known(Cause.INFRASTRUCTURE, here=False),
-    "urllib3.exceptions.HTTPError": Known(Cause.INFRASTRUCTURE, here=False),
-    "httpx.TransportError": Known(Cause.INFRASTRUCTURE, here=False),
-    "aiohttp.client_exceptions.ClientConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
-    "azure.core.exceptions.ServiceRequestError": Known(Cause.INFRASTRUCTURE, here=False),
-    "azure.core.exceptions.ServiceResponseError": Known(Cause.INFRASTRUCTURE, here=False),
-    "google.api_core.exceptions.ServerError": Known(Cause.INFRASTRUCTURE, here=False),
-    "google.api_core.exceptions.RetryError": Known(Cause.INFRASTRUCTURE, here=False),
-    "google.api_core.exceptions.TooManyRequests": Known(Cause.INFRASTRUCTURE, here=False),
+TYPES: Mapping[str, KnownClass] = {
+    "torch.OutOfMemoryError": KnownClass(Cause.JOB),
+    "torch.cuda.OutOfMemoryError": KnownClass(Cause.JOB),
+    "MemoryError": KnownClass(Cause.JOB),
+    "torch.distributed.DistNetworkError": KnownClass(Cause.INFRASTRUCTURE),
+    "torch.distributed.DistStoreError": KnownClass(Cause.INFRASTRUCTURE),
+    "torch.distributed.DistBackendError": KnownClass(Cause.INFRASTRUCTURE, refined=True),
+    "torch.AcceleratorError": KnownClass(Cause.UNKNOWN, refined=True),
+    "ConnectionError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "TimeoutError": KnownClass(Cause.INFRASTRUCTURE, refined=True, here=False),
+    "socket.gaierror": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "botocore.exceptions.HTTPClientError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "botocore.exceptions.ConnectionError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "botocore.exceptions.EndpointConnectionError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "requests.exceptions.ConnectionError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "requests.exceptions.Timeout": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "urllib3.exceptions.HTTPError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "httpx.TransportError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "aiohttp.client_exceptions.ClientConnectionError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "azure.core.exceptions.ServiceRequestError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "azure.core.exceptions.ServiceResponseError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "google.api_core.exceptions.ServerError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "google.api_core.exceptions.RetryError": KnownClass(Cause.INFRASTRUCTURE, here=False),
+    "google.api_core.exceptions.TooManyRequests": KnownClass(Cause.INFRASTRUCTURE, here=False),
 }
 """Classes of exceptions that say what was wrong whatever their message is. Those derived from them do too."""
 

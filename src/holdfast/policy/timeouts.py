@@ -223,7 +223,7 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
     """In words."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class StillRunning(msgspec.Struct, frozen=True, kw_only=True):
     """What one node knows of its ranks that still run and have not said good-bye."""
 
     node: str = ""
@@ -233,7 +233,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hanging(
-    standings: Iterable[Standing], until: Mapping[int, float], now: float
+    standings: Iterable[StillRunning], until: Mapping[int, float], now: float
 ) -> tuple[list[tuple[str, Late]], dict[int, float]]:
     """The ranks of a whole group that hang, each with its node, and what to give as `until` the next time.
 

@@ -36,6 +36,6 @@ if TYPE_CHECKING:
         lineage,
         started_at,
     )
-    from holdfast.process.senders import Seen, from_whom, named, seen, take, watch
+    from holdfast.process.senders import SeenSender, from_whom, named, seen, take, watch
 else:
     __getattr__ = offers(__name__)

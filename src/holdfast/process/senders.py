@@ -267,7 +267,7 @@ def take(number: int) -> Origin | None:
 # --- who that is --------------------------------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class SeenSender(NamedTuple):
     """A sender, and what was to be seen of its process when the signal was noticed."""
 
     origin: Origin
@@ -276,19 +276,19 @@ class Seen(NamedTuple):
     ended: bool
 
 
-def seen(origin: Origin | None) -> Seen | None:
+def seen(origin: Origin | None) -> SeenSender | None:
     """Look at the sender while it may still be there. Waits for nothing, also within a signal's handler."""
     if origin is None:
         return None
     if origin.code not in _HAS_PID or not origin.pid:
-        return Seen(origin, "", False)
+        return SeenSender(origin, "", False)
     fields = proc.status(origin.pid)
     if str(origin.uid) not in fields.get("Uid", "").split():
-        return Seen(origin, "", True)
-    return Seen(origin, _plain(fields.get("Name", "")), fields.get("State", "").startswith("Z"))
+        return SeenSender(origin, "", True)
+    return SeenSender(origin, _plain(fields.get("Name", "")), fields.get("State", "").startswith("Z"))
 
 
-def named(number: int, found: Seen | None, launcher: int | None = None) -> str:
+def named(number: int, found: SeenSender | None, launcher: int | None = None) -> str:
     """The sender in words, as in `SIGTERM from slurmstepd (pid 4242, root)`; empty if it is not known.
 
     `launcher`: the process id of this one's own launcher.
@@ -355,7 +355,7 @@ def _user(uid: int) -> str:
 _INTERPRETERS = ("python", "bash", "sh", "dash", "zsh", "ksh", "perl", "ruby", "node")
 
 
-def _script(found: Seen) -> str:
+def _script(found: SeenSender) -> str:
     """What an interpreter runs: its own name says nothing. The rest of its command line may hold secrets."""
     if found.name.rstrip("0123456789.") not in _INTERPRETERS:
         return ""

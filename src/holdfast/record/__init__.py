@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from holdfast.record.decisions import (
         RECOVERY,
         Decisions,
-        Store,
+        DecisionStore,
         await_key,
         decision_path,
         read_key,
@@ -94,7 +94,7 @@ if TYPE_CHECKING:
         VARIABLE,
         LaunchInfo,
         LaunchRecord,
-        Origin,
+        RunOrigin,
         applies_again,
         digest_of,
         last_fresh,
@@ -164,8 +164,8 @@ if TYPE_CHECKING:
     from holdfast.record.operator import (
         Controls,
         ExclusionRecord,
+        OperatorRequest,
         Pin,
-        Request,
         Skip,
         budget_reset,
         exclude,

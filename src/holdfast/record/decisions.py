@@ -36,7 +36,7 @@ RECOVERY = "recovery"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-class Store(Protocol):
+class DecisionStore(Protocol):
     """The part of torch.distributed.Store that decisions need."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
@@ -48,7 +48,7 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
 
 
-def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
+def read_key(store: DecisionStore, key: str, timeout: float, what: str) -> bytes:
     """Wait for a key by polling (a blocking `get` would hold the client for its other threads too)."""
     deadline = time.monotonic() + timeout
     left = threading.Event()
@@ -74,7 +74,7 @@ def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
 
 
 def await_key(
-    store: Store, key: str, timeout: float, what: str, *, patience: float, given_up: Callable[[], str]
+    store: DecisionStore, key: str, timeout: float, what: str, *, patience: float, given_up: Callable[[], str]
 ) -> bytes:
     """Like `read_key`, but ends as soon as `given_up` says why the answer cannot come any more.
 
@@ -135,7 +135,7 @@ class Decisions:
         control: ControlDirectory,
         fence: Fence,
         attempt: int,
-        store: Store,
+        store: DecisionStore,
         *,
         store_timeout: float = 60.0,
     ) -> None:

@@ -175,7 +175,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 _NAME = re.compile(r"([0-9]{6,18})-(.*)\.json")
 
 
-class Entry(NamedTuple):
+class RecordEntry(NamedTuple):
     number: int
     """0 if the name does not tell: such a one may be the newest."""
     word: str
@@ -190,18 +190,18 @@ def append(folder: Path, word: str, record: msgspec.Struct) -> int:
     return number
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[RecordEntry]:
     """What is there, in the order of the numbers."""
-    found: list[Entry] = []
+    found: list[RecordEntry] = []
     for name in list_names(folder):
         if match := _NAME.fullmatch(name):
-            found.append(Entry(int(match[1]), match[2], folder / name))
+            found.append(RecordEntry(int(match[1]), match[2], folder / name))
         elif name.endswith(".json") and not name.startswith("."):
-            found.append(Entry(0, "", folder / name))
+            found.append(RecordEntry(0, "", folder / name))
     return sorted(found)
 
 
-def contents(entry: Entry, kind: type[R]) -> R | None:
+def contents(entry: RecordEntry, kind: type[R]) -> R | None:
     """What a record says; None if that cannot be read, which must not make its name worth less."""
     try:
         return read_record(entry.path, kind)

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from holdfast.base import leavable
 from holdfast.errors import UsageError
-from holdfast.record.decisions import Store
+from holdfast.record.decisions import DecisionStore
 from holdfast.record.secret import to_cut
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class Group:
     rank: int
     world_size: int
-    store: Store
+    store: DecisionStore
     process_group: dist.ProcessGroup | None
     """None when this rank is alone."""
     backend: str = ""

@@ -274,7 +274,7 @@ def record_launch(
     return ""
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run was told to begin, by `checkpoint.resume_from`, and what came of it."""
 
     value: str
@@ -288,7 +288,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
 
 
-def origin_now(control: ControlDirectory, resume_from: str) -> Origin | None:
+def origin_now(control: ControlDirectory, resume_from: str) -> RunOrigin | None:
     """The last word on where the run begins, if that is just what is asked for now; None if it is not.
 
     So a setting that stays where it is counts once; taken away for a launch, it counts anew.
@@ -296,7 +296,7 @@ def origin_now(control: ControlDirectory, resume_from: str) -> Origin | None:
     newest = next(reversed(entries(control.path / ORIGIN)), None)
     if newest is None or newest.word != _word(resume_from):
         return None
-    return contents(newest, Origin) or Origin(value=_named(resume_from))
+    return contents(newest, RunOrigin) or RunOrigin(value=_named(resume_from))
 
 
 def applies_again(*, force: bool, environ: Mapping[str, str] = os.environ) -> bool:
@@ -305,7 +305,7 @@ def applies_again(*, force: bool, environ: Mapping[str, str] = os.environ) -> bo
     return force and not int(environ.get("SLURM_RESTART_COUNT", "0") or 0)
 
 
-def record_origin(control: ControlDirectory, fence: Fence, origin: Origin) -> None:
+def record_origin(control: ControlDirectory, fence: Fence, origin: RunOrigin) -> None:
     """The run has begun where it was told to. Nothing is written before the first wish."""
     there = entries(control.path / ORIGIN)
     wish = "" if origin.value == "auto" else _word(origin.value)
@@ -318,14 +318,14 @@ def record_origin(control: ControlDirectory, fence: Fence, origin: Origin) -> No
 
 def origin_attempts(control: ControlDirectory) -> set[int]:
     """The attempts that began where they were told to."""
-    told = [contents(one, Origin) for one in entries(control.path / ORIGIN)]
+    told = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN)]
     return {one.attempt for one in told if one is not None and one.value != "auto"}
 
 
 def last_fresh(control: ControlDirectory) -> int:
     """The last attempt that began anew because it was told to; 0 if none was."""
     word = _word("fresh")
-    told = [contents(one, Origin) for one in entries(control.path / ORIGIN) if one.word == word]
+    told = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN) if one.word == word]
     return max((one.attempt for one in told if one is not None), default=0)
 
 

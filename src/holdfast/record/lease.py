@@ -109,7 +109,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseBeat(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     at: float
     released: bool = False
@@ -144,11 +144,11 @@ def read_claim(control: ControlDirectory, epoch: int) -> Claim | None:
     return found
 
 
-def read_beat(control: ControlDirectory, epoch: int) -> Beat | None:
+def read_beat(control: ControlDirectory, epoch: int) -> LeaseBeat | None:
     path = _beat_path(control, epoch)
     with contextlib.suppress(ControlError):  # it may have been read while it was being written
-        return read_record(path, Beat)
-    return read_record(path, Beat)
+        return read_record(path, LeaseBeat)
+    return read_record(path, LeaseBeat)
 
 
 def claim(
@@ -262,9 +262,9 @@ def _raw_beat(control: ControlDirectory, epoch: int) -> bytes | None:
         raise explain_os_error(error, "read", path) from error
 
 
-def _decode_beat(raw: bytes | None) -> Beat | None:
+def _decode_beat(raw: bytes | None) -> LeaseBeat | None:
     try:
-        return None if raw is None else msgspec.json.decode(raw, type=Beat)
+        return None if raw is None else msgspec.json.decode(raw, type=LeaseBeat)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
 
@@ -451,7 +451,7 @@ class LeaseKeeper:
 
     def _beat(self, *, released: bool) -> None:
         self._count += 1
-        beat = Beat(count=self._count, at=time.time(), released=released)
+        beat = LeaseBeat(count=self._count, at=time.time(), released=released)
         raw = msgspec.json.encode(beat).ljust(BEAT_BYTES - 1) + b"\n"
         overwrite(_beat_path(self._control, self._claim.epoch), raw)
 

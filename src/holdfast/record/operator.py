@@ -30,7 +30,7 @@ from holdfast.journal import JournalWriter
 from holdfast.journal.events import OperatorActed
 from holdfast.policy import Exclusion, Window
 from holdfast.record.attempts import attempt_numbers
-from holdfast.record.directory import ControlDirectory, Entry, append, contents, entries, list_names
+from holdfast.record.directory import ControlDirectory, RecordEntry, append, contents, entries, list_names
 from holdfast.record.lease import Fence, current_epoch, read_beat, read_claim
 
 # Nodes and devices that are kept out of the run, with the reason.
@@ -210,7 +210,7 @@ PINNED, UNPINNED, USED = "pinned", "unpinned", "used"
 WHO = "operator"
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class OperatorRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One thing an operator asked for."""
 
     reason: str = ""
@@ -236,7 +236,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """Its name: `step_00000120-3fa9c1d2`."""
     number: int
     """Of the record; by it a pin that holds once is known to have been used."""
-    request: Request
+    request: OperatorRequest
 
     @property
     def force(self) -> bool:
@@ -250,27 +250,31 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
     """All that is in force."""
 
-    paused: Request | None
-    budget_reset: Request | None
+    paused: OperatorRequest | None
+    budget_reset: OperatorRequest | None
     pin: Pin | None
     exclusions: list[ExclusionRecord]
-    stop: Request | None = None
+    stop: OperatorRequest | None = None
     """Of the launch that holds the run."""
 
 
 # --- reading -----------------------------------------------------------------------------------------------
 
 
-def paused(control: ControlDirectory) -> Request | None:
+def paused(control: ControlDirectory) -> OperatorRequest | None:
     """Why recovery is paused; None if it is not. While it is, a failed attempt is not restarted."""
     newest = _newest(_folder(control, "recovery"))
     holding = [entry for entry in newest if entry.word != UNPAUSED]
-    return (contents(holding[0], Request) or Request()) if holding else None
+    return (contents(holding[0], OperatorRequest) or OperatorRequest()) if holding else None
 
 
-def last_reset(control: ControlDirectory) -> Request | None:
+def last_reset(control: ControlDirectory) -> OperatorRequest | None:
     """The newest reset of the budget that can be read."""
-    found = [contents(entry, Request) for entry in entries(_folder(control, "budget")) if entry.word == RESET]
+    found = [
+        contents(entry, OperatorRequest)
+        for entry in entries(_folder(control, "budget"))
+        if entry.word == RESET
+    ]
     return next((request for request in reversed(found) if request is not None), None)
 
 
@@ -290,7 +294,7 @@ def pinned(control: ControlDirectory) -> Pin | None:
         if word != PINNED:
             return None
         # The name is enough: a damaged record costs its reason, and a force that nobody can read is none.
-        request = contents(entry, Request) or Request()
+        request = contents(entry, OperatorRequest) or OperatorRequest()
         if request.once and f"{USED}-{entry.number}" in used:
             return None
         return Pin(checkpoint=checkpoint, number=entry.number, request=request)
@@ -300,16 +304,16 @@ def pinned(control: ControlDirectory) -> Pin | None:
 def pin_attempts(control: ControlDirectory) -> set[int]:
     """The attempts that resumed from a checkpoint that was pinned for them."""
     there = entries(_folder(control, "pin"))
-    used = [contents(entry, Request) for entry in there if entry.word.startswith(f"{USED}-")]
+    used = [contents(entry, OperatorRequest) for entry in there if entry.word.startswith(f"{USED}-")]
     return {request.attempt for request in used if request is not None}
 
 
-def stop_asked(control: ControlDirectory, launches: Collection[str]) -> Request | None:
+def stop_asked(control: ControlDirectory, launches: Collection[str]) -> OperatorRequest | None:
     """Why one of these launches is to stop; None if nobody asked. An earlier launch's is no other's."""
     wanted = {f"{ASKED}-{launch}" for launch in launches}
     for entry in entries(_folder(control, "stop")):
         if entry.word in wanted:
-            return contents(entry, Request) or Request()
+            return contents(entry, OperatorRequest) or OperatorRequest()
     return None
 
 
@@ -323,7 +327,7 @@ def in_force(control: ControlDirectory) -> Controls:
     )
 
 
-def _stop_of_holder(control: ControlDirectory) -> Request | None:
+def _stop_of_holder(control: ControlDirectory) -> OperatorRequest | None:
     epoch = current_epoch(control)
     held = read_claim(control, epoch) if epoch else None
     beat = read_beat(control, epoch) if epoch else None
@@ -381,7 +385,9 @@ def use_up(control: ControlDirectory, fence: Fence, used: Pin, attempt: int) -> 
     """
     if used.once:
         with fence.guard("use up the pin"):
-            request = Request(reason=f"attempt {attempt} resumed from it", attempt=attempt, at=time.time())
+            request = OperatorRequest(
+                reason=f"attempt {attempt} resumed from it", attempt=attempt, at=time.time()
+            )
             append(_folder(control, "pin"), f"{USED}-{used.number}", request)
 
 
@@ -403,7 +409,7 @@ def ask_to_readmit(
 
 
 def _ask(
-    control: ControlDirectory, topic: str, word: str, action: str, request: Request, subject: str = ""
+    control: ControlDirectory, topic: str, word: str, action: str, request: OperatorRequest, subject: str = ""
 ) -> None:
     append(_folder(control, topic), word, request)
     _journal(control, action, request.attempt, request.reason, request.by, subject)
@@ -417,15 +423,15 @@ def _journal(
     journal.close()
 
 
-def _request(control: ControlDirectory, reason: str, by: str) -> Request:
-    return Request(reason=reason, by=by, attempt=_newest_attempt(control), at=time.time())
+def _request(control: ControlDirectory, reason: str, by: str) -> OperatorRequest:
+    return OperatorRequest(reason=reason, by=by, attempt=_newest_attempt(control), at=time.time())
 
 
 def _newest_attempt(control: ControlDirectory) -> int:
     return max(attempt_numbers(control), default=0)
 
 
-def _newest(folder: Path) -> list[Entry]:
+def _newest(folder: Path) -> list[RecordEntry]:
     """The records that may be the newest: those of the highest number, or whose number nobody can read."""
     there = entries(folder)
     highest = there[-1].number if there else 0

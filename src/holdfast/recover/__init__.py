@@ -14,6 +14,6 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.recover.conduct import Wishes, recover_plain_root, recover_run
     from holdfast.recover.examine import open_run
-    from holdfast.recover.ticket import Row, plain_text
+    from holdfast.recover.ticket import TicketRow, plain_text
 else:
     __getattr__ = offers(__name__)

@@ -19,9 +19,9 @@ from holdfast.cluster import current_job, job_record, node_records, partition_no
 from holdfast.cluster import drain as drain_node
 from holdfast.config import Settings, load, parse_assignments
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.policy import Drain, Offer
+from holdfast.policy import NodeDrain, NodeOffer
 from holdfast.record import ControlDirectory, LaunchRecord, operator
-from holdfast.recover.ticket import Action, Command
+from holdfast.recover.ticket import ActionTaken, Command
 
 # The command that starts a run again: how many ranks it would have, and with which settings.
 
@@ -103,23 +103,23 @@ def _asked(argv: Sequence[str]) -> tuple[int, int]:
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def drain(control: ControlDirectory, drains: Sequence[Drain], by: str) -> list[Action]:
+def drain(control: ControlDirectory, drains: Sequence[NodeDrain], by: str) -> list[ActionTaken]:
     """Take nodes out of the run and, if there is a scheduler, out of service."""
-    done: list[Action] = []
+    done: list[ActionTaken] = []
     for one in drains:
         reason = f"holdfast recover: {one.reason}"
         try:
             operator.ask_to_exclude(control, one.node, one.device, reason, by)
         except HoldfastError as error:
-            done.append(Action(what=f"exclude {one.describe()}", done=False, result=str(error)))
+            done.append(ActionTaken(what=f"exclude {one.describe()}", done=False, result=str(error)))
             continue
-        done.append(Action(what=f"exclude {one.describe()} from the run", done=True, result=one.reason))
+        done.append(ActionTaken(what=f"exclude {one.describe()} from the run", done=True, result=one.reason))
         if one.device is None and (asked := drain_by_scheduler(one.node, reason)) is not None:
             done.append(asked)
     return done
 
 
-class Started:
+class StartedCommand:
     """The command, as a child in its own process group: the terminal's signals reach it once, through us."""
 
     def __init__(self, command: Command, *, to_stderr: bool, extra: Mapping[str, str] | None = None) -> None:
@@ -177,7 +177,7 @@ _FREE = re.compile(r"\bIDLE\b")
 
 def offered_nodes(
     started: LaunchRecord | None, without: Collection[str], environ: Mapping[str, str] = os.environ
-) -> Offer | None:
+) -> NodeOffer | None:
     """The nodes that could be had now; None if there is no scheduler, or no answer.
 
     Inside a job these are its own nodes; otherwise the idle nodes of the last launch's partition.
@@ -185,7 +185,7 @@ def offered_nodes(
     job = current_job(environ)
     if job is not None:
         usable = [node for node in job.nodes if node not in without]
-        return Offer(by=f"Slurm job {job.label}", nodes=len(usable), queues=False) if job.nodes else None
+        return NodeOffer(by=f"Slurm job {job.label}", nodes=len(usable), queues=False) if job.nodes else None
     if started is None or not started.job:
         return None
     last = job_record(started.job)
@@ -194,19 +194,19 @@ def offered_nodes(
         return None
     found = node_records(names)
     free = [one for one in found.values() if one.usable and _FREE.search(one.state.upper())]
-    return Offer(by="Slurm", nodes=len([one for one in free if one.name not in without]), queues=True)
+    return NodeOffer(by="Slurm", nodes=len([one for one in free if one.name not in without]), queues=True)
 
 
-def drain_by_scheduler(node: str, reason: str) -> Action | None:
+def drain_by_scheduler(node: str, reason: str) -> ActionTaken | None:
     """Have Slurm start nothing more on a node; None if it knows no such node."""
     known = node_records([node]).get(node)
     if known is None:
         return None
     what = f"drain {node} in Slurm"
     if not known.usable:
-        return Action(what=what, done=True, result=f"it is {known.state} already: {known.reason}")
+        return ActionTaken(what=what, done=True, result=f"it is {known.state} already: {known.reason}")
     reply = drain_node(node, reason)
-    return Action(what=what, done=reply.ok, result=reply.text or reason)
+    return ActionTaken(what=what, done=reply.ok, result=reply.text or reason)
 
 
 def must_be_submitted(started: LaunchRecord | None, environ: Mapping[str, str] = os.environ) -> str:

@@ -25,7 +25,7 @@ from holdfast.checkpoint.choose import FRESH, REFUSED, REFUSED_STANDINGS, checkp
 from holdfast.checkpoint.format import CheckpointName, Manifest, ManifestError, Progress, parse_name
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.errors import ControlError, ExitCode
-from holdfast.journal import JournalReader, Line
+from holdfast.journal import JournalLine, JournalReader
 from holdfast.journal.events import (
     AttemptEnded,
     AttemptStarted,
@@ -39,9 +39,9 @@ from holdfast.journal.events import (
 from holdfast.policy import (
     LIVE,
     Finding,
-    Mark,
     Side,
     Stage,
+    StageMark,
     StorageFacts,
     exit_code,
     mtbf_of,
@@ -60,10 +60,10 @@ from holdfast.record import (
     read_record,
     read_timeline,
 )
-from holdfast.recover.action import Started, command_of, drain, settings_of
+from holdfast.recover.action import StartedCommand, command_of, drain, settings_of
 from holdfast.recover.examine import (
     ATTEMPTS,
-    Place,
+    TriedPlace,
     capacity_now,
     examine,
     rung_findings,
@@ -71,8 +71,25 @@ from holdfast.recover.examine import (
     try_places,
 )
 from holdfast.recover.facts import recent_lines, steps_told
-from holdfast.recover.resume_check import BAND, Agreement, BeforeResume, Point, SinceResume, is_correct, judge
-from holdfast.recover.ticket import MARK, Action, Report, Row, check_rows, markdown, rows, verdict
+from holdfast.recover.resume_check import (
+    BAND,
+    BeforeResume,
+    Correctness,
+    Point,
+    SinceResume,
+    is_correct,
+    judge,
+)
+from holdfast.recover.ticket import (
+    MARK,
+    ActionTaken,
+    RecoverReport,
+    TicketRow,
+    check_rows,
+    markdown,
+    rows,
+    verdict,
+)
 from holdfast.train import measured_before
 
 # --- the runbook --------------------------------------------------------------------------------------------
@@ -213,7 +230,7 @@ class ResumeWatch:
         self._reader = JournalReader(control.journal, since=after + 1)
         self._attempt = 0
         """The attempt that is watched; 0 if none has resumed yet."""
-        self._lines: list[Line] = []
+        self._lines: list[JournalLine] = []
         self._world: int | None = None
         self._resumed: Resumed | None = None
         self.over = False
@@ -224,7 +241,7 @@ class ResumeWatch:
         for line in self._reader.poll():
             self._take(line)
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: JournalLine) -> None:
         if line.attempt <= self._after or (self._attempt and line.attempt != self._attempt):
             return
         self._lines.append(line)
@@ -340,28 +357,30 @@ class ResumeWatch:
 RESUME_FROM = "HOLDFAST_CHECKPOINT_RESUME_FROM"
 
 
-def recover_plain_root(root: Path, wishes: Wishes, show: Show, reading: Callable[[], Reading]) -> Report:
+def recover_plain_root(
+    root: Path, wishes: Wishes, show: Show, reading: Callable[[], Reading]
+) -> RecoverReport:
     """Go through what the runbook can say about it; the report's `exit_code` is the code to end with."""
     check_record(wishes)
     with reading() as shown:
         report = _examined_plain(root, wishes, shown)
     for row in rows(report):
         show(row)
-    show(Row("", "", report.answer))
+    show(TicketRow("", "", report.answer))
     if wishes.run:
         _start_plain(report, wishes, show)
     if write_record(report, wishes):
-        show(Row("", "", f"the record is in {wishes.record}"))
+        show(TicketRow("", "", f"the record is in {wishes.record}"))
     return report
 
 
-def _examined_plain(root: Path, wishes: Wishes, shown: Reading) -> Report:
+def _examined_plain(root: Path, wishes: Wishes, shown: Reading) -> RecoverReport:
     (place,) = try_places(root.absolute())
     found = None if place.hangs else resolve_plain(root, quick=wishes.quick, progress=shown.advance)
     told = "not known: no run keeps a record here"
     findings = [
-        Finding(stage=Stage.TRIGGER, mark=Mark.UNKNOWN, text=told),
-        Finding(stage=Stage.CLASSIFY, mark=Mark.UNKNOWN, text=f"{Side.UNKNOWN}: {told}"),
+        Finding(stage=Stage.TRIGGER, mark=StageMark.UNKNOWN, text=told),
+        Finding(stage=Stage.CLASSIFY, mark=StageMark.UNKNOWN, text=f"{Side.UNKNOWN}: {told}"),
         _storage(place, found.storage_alarm if found is not None else []),
         *rung_findings(found),
     ]
@@ -375,7 +394,7 @@ def _examined_plain(root: Path, wishes: Wishes, shown: Reading) -> Report:
             f"can be resumed at step {found.step}, from {found.chosen}: start a run with "
             f"--set checkpoint.resume_from={shlex.quote(found.path or '')}"
         )
-    return Report(
+    return RecoverReport(
         at=time.time(),
         run="",
         run_dir=str(root),
@@ -389,37 +408,37 @@ def _examined_plain(root: Path, wishes: Wishes, shown: Reading) -> Report:
     )
 
 
-def _storage(place: Place, alarm: list[str]) -> Finding:
+def _storage(place: TriedPlace, alarm: list[str]) -> Finding:
     """A root that cannot be written can still be resumed from: the run saves to a root of its own."""
     if place.problem and not place.hangs:
         text = "can be read; a run that starts from it needs a root of its own"
         told = [f"{place.path}: {place.problem}", *(f"cannot be used: {name}" for name in alarm)]
-        return Finding(stage=Stage.STORAGE, mark=Mark.NOTE, text=text, evidence=told)
+        return Finding(stage=Stage.STORAGE, mark=StageMark.NOTE, text=text, evidence=told)
     facts = StorageFacts(
         place=str(place.path), what="the checkpoints", problem=place.problem, free=place.free
     )
     return storage([facts], alarm)
 
 
-def _start_plain(report: Report, wishes: Wishes, show: Show) -> None:
+def _start_plain(report: RecoverReport, wishes: Wishes, show: Show) -> None:
     refused = why_not_started(report.findings, report.answer, known=report.command is not None, submit="")
     if refused is not None:
         report.exit_code = refused.code or report.exit_code
-        show(Row("not run", "bold red", refused.text))
+        show(TicketRow("not run", "bold red", refused.text))
         return
     assert report.command is not None
     assert report.resolution is not None
     extra: Mapping[str, str] = {RESUME_FROM: report.resolution.path or ""}
-    show(Row("run", "", f"{RESUME_FROM}={shlex.quote(extra[RESUME_FROM])} {report.command.shown()}"))
-    started = Started(report.command, to_stderr=wishes.to_stderr, extra=extra)
+    show(TicketRow("run", "", f"{RESUME_FROM}={shlex.quote(extra[RESUME_FROM])} {report.command.shown()}"))
+    started = StartedCommand(report.command, to_stderr=wishes.to_stderr, extra=extra)
     report.started = True
-    report.actions.append(Action(what="start from this checkpoint", done=True))
+    report.actions.append(ActionTaken(what="start from this checkpoint", done=True))
     with started.passing_on():
         while (code := started.poll()) is None:  # for as long as it is alive: it bounds itself
             started.wait(LOOK)
     report.ended_with = report.exit_code = code
     report.answer = f"started, and ended with code {code}"
-    show(Row("", "", report.answer))
+    show(TicketRow("", "", report.answer))
 
 
 AGAIN = 2.0
@@ -455,7 +474,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     to_stderr: bool = False
 
 
-Show = Callable[[Row], None]
+Show = Callable[[TicketRow], None]
 Ask = Callable[[str], bool | None]
 """Asks a person a question; None if nobody can be asked."""
 
@@ -472,12 +491,12 @@ class Reading(Protocol):
 
 def recover_run(
     control: ControlDirectory, wishes: Wishes, show: Show, ask: Ask, reading: Callable[[], Reading]
-) -> Report:
+) -> RecoverReport:
     """Go through the runbook; the report's `exit_code` is the code to end with."""
     check_record(wishes)  # nothing may be started that could not be recorded
     report = _examined(control, wishes, show, reading)
     _drain(control, report, wishes, show, ask)
-    show(Row("", "", report.answer))
+    show(TicketRow("", "", report.answer))
     if wishes.run and wishes.wait > 0 and report.exit_code == ExitCode.NO_CAPACITY:
         report = _wait(control, report, wishes, show, reading)
     if report.state in LIVE and wishes.watch:
@@ -485,13 +504,13 @@ def recover_run(
     elif wishes.run and report.state not in (*LIVE, "finished") and _may_start(report, wishes, show, ask):
         _start(control, report, wishes, show)
     if _write(control, report, wishes):
-        show(Row("", "", f"the record is in {wishes.record}"))
+        show(TicketRow("", "", f"the record is in {wishes.record}"))
     return report
 
 
 def _examined(
     control: ControlDirectory, wishes: Wishes, show: Show, reading: Callable[[], Reading]
-) -> Report:
+) -> RecoverReport:
     with reading() as shown:
         report = examine(
             control,
@@ -509,28 +528,32 @@ def _examined(
 
 
 def _wait(
-    control: ControlDirectory, report: Report, wishes: Wishes, show: Show, reading: Callable[[], Reading]
-) -> Report:
+    control: ControlDirectory,
+    report: RecoverReport,
+    wishes: Wishes,
+    show: Show,
+    reading: Callable[[], Reading],
+) -> RecoverReport:
     """Wait for enough nodes, or until the deadline; then examine everything anew, because meanwhile somebody
     may have started the run, or the storage may be gone."""
-    show(Row("wait", "yellow", f"for nodes, at most {wishes.wait:g} s (--wait)"))
+    show(TicketRow("wait", "yellow", f"for nodes, at most {wishes.wait:g} s (--wait)"))
     began = time.monotonic()
     deadline = began + wishes.wait
     while (found := capacity_now(control, wishes.command)).code and time.monotonic() < deadline:
         time.sleep(min(AGAIN, max(0.0, deadline - time.monotonic())))
     waited = f"{time.monotonic() - began:.0f} s"
-    done = [*report.actions, Action(what="wait for nodes", done=not found.code, result=waited)]
+    done = [*report.actions, ActionTaken(what="wait for nodes", done=not found.code, result=waited)]
     if found.code:
-        show(Row("not done", "", f"waited {waited} for nodes: {found.text}"))
+        show(TicketRow("not done", "", f"waited {waited} for nodes: {found.text}"))
         report.actions = done
         return report
     again = _examined(control, wishes, show, reading)
     again.actions = done
-    show(Row("", "", again.answer))
+    show(TicketRow("", "", again.answer))
     return again
 
 
-def _drain(control: ControlDirectory, report: Report, wishes: Wishes, show: Show, ask: Ask) -> None:
+def _drain(control: ControlDirectory, report: RecoverReport, wishes: Wishes, show: Show, ask: Ask) -> None:
     if not report.drains:
         return
     names = ", ".join(one.describe() for one in report.drains)
@@ -539,11 +562,11 @@ def _drain(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
     else:
         why = "give --yes to do it"
         report.actions += [
-            Action(what=f"drain {one.describe()}", done=False, result=why) for one in report.drains
+            ActionTaken(what=f"drain {one.describe()}", done=False, result=why) for one in report.drains
         ]
     for action in report.actions:
         show(
-            Row(
+            TicketRow(
                 "done" if action.done else "not done",
                 "",
                 f"{action.what}: {action.result}".removesuffix(": "),
@@ -551,7 +574,7 @@ def _drain(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
         )
 
 
-def _may_start(report: Report, wishes: Wishes, show: Show, ask: Ask) -> bool:
+def _may_start(report: RecoverReport, wishes: Wishes, show: Show, ask: Ask) -> bool:
     """Whether the command may be run; asks a person if that person's word can decide it."""
     refused = why_not_started(
         report.findings, report.answer, known=report.command is not None, submit=report.submit
@@ -559,11 +582,11 @@ def _may_start(report: Report, wishes: Wishes, show: Show, ask: Ask) -> bool:
     if refused is None or (refused.question and (wishes.yes or ask(refused.question))):
         return True
     report.exit_code = refused.code or report.exit_code
-    show(Row("not run", "bold red", refused.text))
+    show(TicketRow("not run", "bold red", refused.text))
     return False
 
 
-def _start(control: ControlDirectory, report: Report, wishes: Wishes, show: Show) -> None:
+def _start(control: ControlDirectory, report: RecoverReport, wishes: Wishes, show: Show) -> None:
     assert report.command is not None
     assert report.resolution is not None
     found = report.resolution
@@ -577,10 +600,10 @@ def _start(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
         band=wishes.band,
         mtbf_hours=_mtbf_hours(control, wishes),
     )
-    show(Row("run", "", report.command.shown()))
-    started = Started(report.command, to_stderr=wishes.to_stderr)
+    show(TicketRow("run", "", report.command.shown()))
+    started = StartedCommand(report.command, to_stderr=wishes.to_stderr)
     report.started = True
-    report.actions.append(Action(what="start the run again", done=True))
+    report.actions.append(ActionTaken(what="start the run again", done=True))
     deadline = time.monotonic() + wishes.timeout
     watching = wishes.watch is not False
     with started.passing_on():
@@ -599,10 +622,10 @@ def _start(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
         _judge(report, watch, show)
     report.exit_code = code or (int(ExitCode.FAILED) if report.correct is False else 0)
     report.answer = f"started again, and ended with code {code}"
-    show(Row("", "", report.answer))
+    show(TicketRow("", "", report.answer))
 
 
-def _judge(report: Report, watch: ResumeWatch, show: Show) -> None:
+def _judge(report: RecoverReport, watch: ResumeWatch, show: Show) -> None:
     """Say whether the resume was correct, unless exactly that was said before."""
     points = watch.points()
     said = [(one.point, one.verdict) for one in report.check]
@@ -611,18 +634,18 @@ def _judge(report: Report, watch: ResumeWatch, show: Show) -> None:
         return
     for row in check_rows(points):
         show(row)
-    show(Row("", "", verdict(report)))
-    mark = {True: Mark.OK, False: Mark.PROBLEM, None: Mark.UNKNOWN}[report.correct]
+    show(TicketRow("", "", verdict(report)))
+    mark = {True: StageMark.OK, False: StageMark.PROBLEM, None: StageMark.UNKNOWN}[report.correct]
     wrong = [
         f"{one.point}: expected {one.expected}, found {one.found}"
         for one in points
-        if one.verdict is Agreement.NOT_CORRECT
+        if one.verdict is Correctness.NOT_CORRECT
     ]
     kept = [one for one in report.findings if one.stage is not Stage.RESUME]
     report.findings = [*kept, Finding(stage=Stage.RESUME, mark=mark, text=verdict(report), evidence=wrong)]
 
 
-def _watch_live(control: ControlDirectory, report: Report, wishes: Wishes, show: Show) -> None:
+def _watch_live(control: ControlDirectory, report: RecoverReport, wishes: Wishes, show: Show) -> None:
     """Judge the resume of the attempt that is running now, whoever started it."""
     newest = max(attempt_numbers(control), default=0)
     watch = ResumeWatch(
@@ -655,7 +678,7 @@ def check_record(wishes: Wishes) -> None:
         check_output(wishes.record, mark=MARK, overwrite=wishes.overwrite)
 
 
-def write_record(report: Report, wishes: Wishes) -> bool:
+def write_record(report: RecoverReport, wishes: Wishes) -> bool:
     """Write the record, if one was asked for."""
     if wishes.record is None:
         return False
@@ -667,7 +690,7 @@ def write_record(report: Report, wishes: Wishes) -> bool:
     return True
 
 
-def _write(control: ControlDirectory, report: Report, wishes: Wishes) -> bool:
+def _write(control: ControlDirectory, report: RecoverReport, wishes: Wishes) -> bool:
     if wishes.record is not None:
         report.timeline = timeline(recent_lines(control, attempt_numbers(control)[-ATTEMPTS:]))
     return write_record(report, wishes)

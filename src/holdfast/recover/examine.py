@@ -36,16 +36,16 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.cluster import node_name
 from holdfast.errors import MEANINGS, ControlError, ExitCode, UsageError
 from holdfast.health import try_storage, why_not_first
-from holdfast.journal import Line, condense
+from holdfast.journal import JournalLine, condense
 from holdfast.journal.events import SaveStarted
 from holdfast.observe import Status, status_of
 from holdfast.policy import (
     LIVE,
     Cluster,
-    Drain,
     Finding,
-    Mark,
+    NodeDrain,
     Stage,
+    StageMark,
     StorageFacts,
     capacity,
     classify,
@@ -62,7 +62,7 @@ from holdfast.record import ControlDirectory, LaunchRecord, attempt_numbers, bud
 from holdfast.recover import action as scheduler
 from holdfast.recover.action import command_of, settings_of
 from holdfast.recover.facts import cluster_of, facts_of, recent_lines, suspected
-from holdfast.recover.ticket import Command, Moment, Report
+from holdfast.recover.ticket import Command, Moment, RecoverReport
 
 # Trying the directories that hold a run, before anything is read from them.
 #
@@ -76,7 +76,7 @@ SECONDS = 60.0
 T = TypeVar("T")
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class TriedPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A directory, and what trying it showed."""
 
     path: Path
@@ -89,29 +89,29 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     free: int | None = None
 
 
-def try_places(*paths: Path) -> list[Place]:
+def try_places(*paths: Path) -> list[TriedPlace]:
     """Try all of them at the same time."""
     deadline = time.monotonic() + SECONDS
     trying = [(path, Bounded(partial(_try, path), "place")) for path in paths]
     return [
         one.result()
         if one.ended(deadline - time.monotonic())
-        else Place(path=path, hangs=True, problem=_hangs())
+        else TriedPlace(path=path, hangs=True, problem=_hangs())
         for path, one in trying
     ]
 
 
-def _try(path: Path) -> Place:
+def _try(path: Path) -> TriedPlace:
     try:
         if not path.is_dir():
-            return Place(path=path)
+            return TriedPlace(path=path)
         marked = CheckpointRoot(path).marker.exists()
         info = os.statvfs(path)
     except OSError as error:
-        return Place(path=path, there=True, problem=f"cannot be looked at: {error.strerror or error}")
+        return TriedPlace(path=path, there=True, problem=f"cannot be looked at: {error.strerror or error}")
     problem = printable(try_storage(path, PROBE_SIZE).problem, 1000)
     free = info.f_bavail * info.f_frsize
-    return Place(path=path, there=True, marked=marked, problem=problem, free=free)
+    return TriedPlace(path=path, there=True, marked=marked, problem=problem, free=free)
 
 
 def _hangs() -> str:
@@ -127,7 +127,7 @@ def looked_at(path: Path, look: Callable[[], T]) -> T:
 
 
 def storage_facts(
-    memory: Place, root: Place, found: Resolution | None, *, begun: bool = False
+    memory: TriedPlace, root: TriedPlace, found: Resolution | None, *, begun: bool = False
 ) -> list[StorageFacts]:
     """Facts for the runbook: about the run's directory and, if it ever existed, the checkpoints' place.
 
@@ -197,13 +197,13 @@ def examine(
     quick: bool = False,
     starts_here: bool = False,
     progress: Progress | None = None,
-) -> Report:
+) -> RecoverReport:
     """Go through every stage, in the runbook's order. `starts_here`: the command will run on this machine."""
     status = status_of(control)
     lines = recent_lines(control, attempt_numbers(control)[-ATTEMPTS:])
     facts = facts_of(control, status, lines)
     findings = [trigger(facts), classify(facts)]
-    report = Report(
+    report = RecoverReport(
         at=time.time(),
         run=control.run_id,
         run_dir=str(control.path),
@@ -255,14 +255,14 @@ def examine(
 
 class _Staffed(NamedTuple):
     cluster: Cluster
-    drains: list[Drain]
+    drains: list[NodeDrain]
     nodes: Finding
     capacity: Finding
 
 
 def _staffed(
     control: ControlDirectory,
-    lines: list[Line],
+    lines: list[JournalLine],
     started: LaunchRecord | None,
     given: Sequence[str],
     *,
@@ -329,7 +329,7 @@ def _starts_something_else(control: ControlDirectory, command: Command) -> str:
     return ""
 
 
-def _answer(report: Report, status: Status) -> str:
+def _answer(report: RecoverReport, status: Status) -> str:
     if status.state == "finished":
         return f"finished after step {status.step}: there is nothing to resume" if status.step else "finished"
     if status.state in LIVE:
@@ -344,7 +344,7 @@ def _answer(report: Report, status: Status) -> str:
     return f"can be resumed at step {found.step}, from {found.chosen}"
 
 
-def timeline(lines: list[Line]) -> list[Moment]:
+def timeline(lines: list[JournalLine]) -> list[Moment]:
     """What the journal says about the last attempts, one line per event."""
     return [
         Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=line.body.render().text)
@@ -359,7 +359,7 @@ def rung_findings(found: Resolution | None) -> list[Finding]:
     """Where candidates are, what verifying them showed, and which one is used. None: their storage hangs."""
     if found is None:
         text = "not looked at: what they lie on hangs"
-        return [Finding(stage=Stage.LOCATE, mark=Mark.UNKNOWN, text=text)]
+        return [Finding(stage=Stage.LOCATE, mark=StageMark.UNKNOWN, text=text)]
     rungs = [row for row in found.candidates if row.verdict != NO_RUNG]
     bad = [row for row in rungs if row.verdict == BAD]
     return [
@@ -377,7 +377,7 @@ def _located(found: Resolution, rungs: Sequence[RungOutlook]) -> Finding:
     ]
     return Finding(
         stage=Stage.LOCATE,
-        mark=Mark.NOTE if unseen else Mark.OK,
+        mark=StageMark.NOTE if unseen else StageMark.OK,
         text=f"{plural(len(rungs), 'rung')} under {found.root}",
         evidence=[*elsewhere, *unseen, *kept_out],
     )
@@ -392,7 +392,7 @@ def _verified(
         how = used.reasons[0]
     return Finding(
         stage=Stage.VERIFY,
-        mark=Mark.NOTE if bad else Mark.OK,
+        mark=StageMark.NOTE if bad else StageMark.OK,
         text=f"{plural(len(bad), 'rung')} failed" if bad else how if rungs else "nothing to verify",
         evidence=[f"{row.name}: {'; '.join(row.reasons)}" for row in bad],
     )
@@ -412,7 +412,7 @@ def _chosen(found: Resolution, bad: Sequence[RungOutlook]) -> Finding:
         )
     if found.chosen == FRESH:
         text = "a fresh start: no checkpoint was ever kept"
-        return Finding(stage=Stage.RUNG, mark=Mark.OK, text=text, evidence=found.why)
+        return Finding(stage=Stage.RUNG, mark=StageMark.OK, text=text, evidence=found.why)
     used = next(row for row in found.candidates if row.name == found.chosen)
     told = f", {size(used.bytes)}" if used.bytes else ""
     below = [f"if its nodes hold it no longer: {found.without_local}"] if used.verdict == LOCAL else []
@@ -420,7 +420,7 @@ def _chosen(found: Resolution, bad: Sequence[RungOutlook]) -> Finding:
     why += [f"passed over: {', '.join(row.name for row in bad)}"] if bad else []
     return Finding(
         stage=Stage.RUNG,
-        mark=Mark.NOTE if bad or below else Mark.OK,
+        mark=StageMark.NOTE if bad or below else StageMark.OK,
         text=f"step {found.step} from {found.chosen} ({found.tier}{told})",
         evidence=[*why, *below],
     )
@@ -429,7 +429,7 @@ def _chosen(found: Resolution, bad: Sequence[RungOutlook]) -> Finding:
 def _none(why: str, evidence: list[str], code: ExitCode, remedy: str = "") -> Finding:
     return Finding(
         stage=Stage.RUNG,
-        mark=Mark.PROBLEM,
+        mark=StageMark.PROBLEM,
         text=f"none: {why}",
         evidence=evidence,
         code=int(code),

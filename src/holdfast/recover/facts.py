@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from holdfast.base import printable
 from holdfast.errors import ControlError
-from holdfast.journal import REPORTER, Line, read_tail
+from holdfast.journal import REPORTER, JournalLine, read_tail
 from holdfast.journal.events import (
     HealthFailed,
     LeaseLost,
@@ -52,7 +52,7 @@ FILES = 64
 _NAME = re.compile(r"([0-9]{6,})-(.*)-[0-9]+\.jsonl")
 
 
-def recent_lines(control: ControlDirectory, attempts: Iterable[int]) -> list[Line]:
+def recent_lines(control: ControlDirectory, attempts: Iterable[int]) -> list[JournalLine]:
     """The ends of these attempts' journals, by time; what cannot be read is left out."""
     wanted = set(attempts)
     chosen: dict[int, list[str]] = {}
@@ -77,7 +77,7 @@ class StepTold(NamedTuple):
     """The digest of the step's sample ids; empty if it had none."""
 
 
-def steps_told(lines: Iterable[Line]) -> Iterator[StepTold]:
+def steps_told(lines: Iterable[JournalLine]) -> Iterator[StepTold]:
     """What rank 0 journalled of every completed step, in the order of the lines."""
     for line in lines:
         body = line.body
@@ -101,7 +101,7 @@ REMEMBERED = 5
 T = TypeVar("T")
 
 
-def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Facts:
+def facts_of(control: ControlDirectory, status: Status, lines: list[JournalLine]) -> Facts:
     """`lines`: those of the newest attempt at least."""
     number = status.attempt
     problems = list(status.problems)
@@ -151,7 +151,7 @@ def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Fa
     )
 
 
-def _stop(stop: StopState | None, lines: list[Line]) -> StopFacts | None:
+def _stop(stop: StopState | None, lines: list[JournalLine]) -> StopFacts | None:
     """As in the status, with the reason why any rank was ended; the status has that for rank 0 alone."""
     if stop is None:
         return None
@@ -164,7 +164,7 @@ def _stop(stop: StopState | None, lines: list[Line]) -> StopFacts | None:
     )
 
 
-def _notes(lines: list[Line]) -> list[str]:
+def _notes(lines: list[JournalLine]) -> list[str]:
     """What else in the journal may have to do with the end, the last few of each kind."""
     kinds = (HealthFailed, PingFailed, StorageAlarm, SaveFailed, LeaseLost)
     found = [line.body.render().text for line in lines if isinstance(line.body, kinds)]
@@ -176,7 +176,7 @@ def _notes(lines: list[Line]) -> list[str]:
     return [*found[-SHOWN:], *ended[-1:]]
 
 
-def suspected(control: ControlDirectory, lines: list[Line], forgiven: int) -> list[Suspected]:
+def suspected(control: ControlDirectory, lines: list[JournalLine], forgiven: int) -> list[Suspected]:
     """Nodes and devices accused by attempts without progress, or by failed health checks.
 
     Accusations from before a node was readmitted no longer count.

@@ -31,7 +31,7 @@ TOLERANCE = 0.1
 """How far the samples or tokens of a step may be off the range seen before: epochs end unevenly."""
 
 
-class Agreement(StrEnum):
+class Correctness(StrEnum):
     CORRECT = "correct"
     NOT_CORRECT = "not correct"
     NOT_KNOWN = "not known"
@@ -40,7 +40,7 @@ class Agreement(StrEnum):
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     point: str
     """rung, loss, samples, tokens, throughput, cadence or probation."""
-    verdict: Agreement
+    verdict: Correctness
     expected: str
     found: str
 
@@ -109,7 +109,7 @@ def judge(before: BeforeResume, since: SinceResume, *, band: float = BAND) -> li
     if not since.resumed:
         expected = before.checkpoint or "a fresh start"
         return [
-            Point(point="rung", verdict=Agreement.NOT_KNOWN, expected=expected, found="no rank has resumed")
+            Point(point="rung", verdict=Correctness.NOT_KNOWN, expected=expected, found="no rank has resumed")
         ]
     return [
         _rung(before, since),
@@ -129,15 +129,19 @@ def is_correct(points: Sequence[Point]) -> bool | None:
     does not make a resume correct: the loss, the samples or probation must say so.
     """
     verdicts = {point.point: point.verdict for point in points if point.point != THROUGHPUT}
-    if Agreement.NOT_CORRECT in verdicts.values():
+    if Correctness.NOT_CORRECT in verdicts.values():
         return False
-    told = any(verdicts.get(name) is Agreement.CORRECT for name in ("loss", "samples", "probation"))
+    told = any(verdicts.get(name) is Correctness.CORRECT for name in ("loss", "samples", "probation"))
     return True if told else None
 
 
 def _point(name: str, correct: bool | None, expected: str, found: str) -> Point:
     verdict = (
-        Agreement.NOT_KNOWN if correct is None else Agreement.CORRECT if correct else Agreement.NOT_CORRECT
+        Correctness.NOT_KNOWN
+        if correct is None
+        else Correctness.CORRECT
+        if correct
+        else Correctness.NOT_CORRECT
     )
     return Point(point=name, verdict=verdict, expected=expected, found=found)
 
@@ -207,7 +211,7 @@ def _samples(before: BeforeResume, since: SinceResume) -> Point:
         expected = f"{_steps(both)} on the samples that they had before the stop"
         return _point("samples", False, expected, f"other samples at {_steps(wrong)}")
     counted = _counted("samples", before.samples_per_step, since.samples_per_step, before)
-    if both and counted.verdict is not Agreement.NOT_CORRECT:
+    if both and counted.verdict is not Correctness.NOT_CORRECT:
         expected = f"{_steps(both)} on the samples that they had before the stop"
         return _point("samples", True, expected, "the same, by their digests")
     return counted

@@ -11,14 +11,19 @@ import msgspec
 
 from holdfast.base import moment, printable
 from holdfast.checkpoint.choose import Resolution
-from holdfast.policy import Drain, Finding, Mark
-from holdfast.recover.resume_check import Agreement, Point
+from holdfast.policy import Finding, NodeDrain, StageMark
+from holdfast.recover.resume_check import Correctness, Point
 
-STYLES = {Mark.OK: "green", Mark.NOTE: "yellow", Mark.PROBLEM: "bold red", Mark.UNKNOWN: "yellow"}
-AGREED = {Agreement.CORRECT: "green", Agreement.NOT_CORRECT: "bold red", Agreement.NOT_KNOWN: "yellow"}
+STYLES = {
+    StageMark.OK: "green",
+    StageMark.NOTE: "yellow",
+    StageMark.PROBLEM: "bold red",
+    StageMark.UNKNOWN: "yellow",
+}
+AGREED = {Correctness.CORRECT: "green", Correctness.NOT_CORRECT: "bold red", Correctness.NOT_KNOWN: "yellow"}
 
 
-class Row(NamedTuple):
+class TicketRow(NamedTuple):
     """One line: a word in a style, then plain text."""
 
     word: str
@@ -26,38 +31,40 @@ class Row(NamedTuple):
     text: str
 
 
-def rows(report: Report) -> Iterator[Row]:
+def rows(report: RecoverReport) -> Iterator[TicketRow]:
     """The stages, as a terminal shows them."""
-    yield Row("", "", f"run {report.run} in {report.run_dir}" if report.run else f"no run; {report.run_dir}")
+    yield TicketRow(
+        "", "", f"run {report.run} in {report.run_dir}" if report.run else f"no run; {report.run_dir}"
+    )
     for finding in report.findings:
         yield from _finding(finding)
 
 
-def _finding(finding: Finding) -> Iterator[Row]:
-    yield Row(finding.mark, STYLES[finding.mark], f"{finding.stage:<10}{printable(finding.text, 2000)}")
+def _finding(finding: Finding) -> Iterator[TicketRow]:
+    yield TicketRow(finding.mark, STYLES[finding.mark], f"{finding.stage:<10}{printable(finding.text, 2000)}")
     for line in finding.evidence:
-        yield Row("", "", f"{'':10}- {printable(line, 2000)}")
+        yield TicketRow("", "", f"{'':10}- {printable(line, 2000)}")
     if finding.next:
-        yield Row("", "", f"{'':10}next: {finding.next}")
+        yield TicketRow("", "", f"{'':10}next: {finding.next}")
 
 
-def check_rows(points: list[Point]) -> Iterator[Row]:
+def check_rows(points: list[Point]) -> Iterator[TicketRow]:
     for point in points:
-        yield Row(point.verdict, AGREED[point.verdict], f"{point.point:<12}{point.found}")
-        if point.verdict is not Agreement.CORRECT:
-            yield Row("", "", f"{'':12}expected: {point.expected}")
+        yield TicketRow(point.verdict, AGREED[point.verdict], f"{point.point:<12}{point.found}")
+        if point.verdict is not Correctness.CORRECT:
+            yield TicketRow("", "", f"{'':12}expected: {point.expected}")
 
 
-def plain_text(row: Row) -> str:
+def plain_text(row: TicketRow) -> str:
     return f"{row.word:<12}{row.text}".rstrip() if row.word or row.text.startswith(" ") else row.text
 
 
-def verdict(report: Report) -> str:
+def verdict(report: RecoverReport) -> str:
     """Whether the resume was correct, in a line."""
-    wrong = [point.point for point in report.check if point.verdict is Agreement.NOT_CORRECT]
+    wrong = [point.point for point in report.check if point.verdict is Correctness.NOT_CORRECT]
     if report.correct is False:
         return f"the resume was NOT correct: {', '.join(wrong)}"
-    open_points = [point.point for point in report.check if point.verdict is Agreement.NOT_KNOWN]
+    open_points = [point.point for point in report.check if point.verdict is Correctness.NOT_KNOWN]
     doubt = f" (not known: {', '.join(open_points)})" if open_points else ""
     if report.correct is None:
         return f"nothing shows that the resume was wrong, nor that it was correct{doubt}"
@@ -72,7 +79,7 @@ MARK = "# Recovery "
 """By which an earlier record is recognised."""
 
 
-def markdown(report: Report) -> str:
+def markdown(report: RecoverReport) -> str:
     """A record fit for an incident ticket: summary, evidence, actions, resume check, timeline."""
     parts = [
         f"{MARK}of run {report.run}" if report.run else f"{MARK}from {_cell(report.run_dir)}",
@@ -101,7 +108,7 @@ def markdown(report: Report) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _summary(report: Report) -> list[str]:
+def _summary(report: RecoverReport) -> list[str]:
     lines = [
         f"* run directory: `{report.run_dir}`",
         f"* written: {moment(report.at)}",
@@ -114,7 +121,7 @@ def _summary(report: Report) -> list[str]:
     return lines
 
 
-def _evidence(report: Report) -> list[str]:
+def _evidence(report: RecoverReport) -> list[str]:
     lines: list[str] = []
     for finding in report.findings:
         told = [*finding.evidence, *([f"next: {finding.next}"] if finding.next else [])]
@@ -123,7 +130,7 @@ def _evidence(report: Report) -> list[str]:
     return lines or ["none beyond the findings"]
 
 
-def _actions(report: Report) -> list[str]:
+def _actions(report: RecoverReport) -> list[str]:
     lines = []
     for action in report.actions:
         result = f" ({_cell(action.result)})" if action.result else ""
@@ -137,7 +144,7 @@ def _actions(report: Report) -> list[str]:
     return lines or ["none: nothing was changed"]
 
 
-def _check(report: Report) -> list[str]:
+def _check(report: RecoverReport) -> list[str]:
     if not report.check:
         return []
     table = [
@@ -155,7 +162,7 @@ def _check(report: Report) -> list[str]:
     return [*head, *table, ""]
 
 
-def _timeline(report: Report) -> list[str]:
+def _timeline(report: RecoverReport) -> list[str]:
     lines = ["| time | attempt | who | what |", "|---|---|---|---|"]
     for one in report.timeline:
         lines.append(f"| {moment(one.at)} | {one.attempt} | {_cell(one.who)} | {_cell(one.text)} |")
@@ -191,7 +198,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
         return f"cd {shlex.quote(self.directory)} && {shlex.join(self.argv)}"
 
 
-class Action(msgspec.Struct, frozen=True, kw_only=True):
+class ActionTaken(msgspec.Struct, frozen=True, kw_only=True):
     """Something that recover did, or would have done."""
 
     what: str
@@ -206,7 +213,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Report(msgspec.Struct, kw_only=True):
+class RecoverReport(msgspec.Struct, kw_only=True):
     """All that `holdfast recover --json` prints; fields are only ever added."""
 
     at: float
@@ -220,12 +227,12 @@ class Report(msgspec.Struct, kw_only=True):
     exit_code: int
     answer: str
     """In one line."""
-    drains: list[Drain] = []
+    drains: list[NodeDrain] = []
     resolution: Resolution | None = None
     command: Command | None = None
     submit: str = ""
     """How to start it through its scheduler; empty if the command can be run here."""
-    actions: list[Action] = []
+    actions: list[ActionTaken] = []
     started: bool = False
     ended_with: int | None = None
     """The code that the command ended with, if it was run and has ended."""

@@ -14,7 +14,7 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.restart import entry
     from holdfast.restart.conductor import Conductor, Denied, Granted, Restart
-    from holdfast.restart.entry import Handed
+    from holdfast.restart.entry import KeeperHandover
     from holdfast.restart.function import restartable
     from holdfast.restart.keeper import Keeper, log_path, stamped
     from holdfast.restart.member import each
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
         UNREADABLE,
         End,
         EndKind,
+        IterationPlan,
         Next,
         Over,
         OverKind,
-        Plan,
         end_key,
         faulted,
         handed_over,

@@ -39,10 +39,10 @@ from holdfast.restart.messages import (
     UNREADABLE,
     End,
     EndKind,
+    IterationPlan,
     Next,
     Over,
     OverKind,
-    Plan,
     Ready,
     arrived_key,
     beat_key,
@@ -159,7 +159,7 @@ class Conductor:
         first_barrier: float = 0.0,
     ) -> None:
         """`first_barrier`: seconds that members may take to the first iteration, if more than to others."""
-        self.plan: Plan | None = None
+        self.plan: IterationPlan | None = None
         self.over: Over | None = None
         """The newest that was told; may be read from any thread."""
         self.completed = False
@@ -290,7 +290,7 @@ class Conductor:
         if isinstance(found, Shortage):
             return _handed_over(found.reason, faults)
         if self.plan is None:
-            return Plan(iteration=0, order=found.order, reserves=found.reserves, faults=faults)
+            return IterationPlan(iteration=0, order=found.order, reserves=found.reserves, faults=faults)
         return self._go_on(iteration, ready, before, found, faults)
 
     def _assigned(self, present: AbstractSet[int], before: Sequence[int]) -> Assignment | Shortage:
@@ -334,7 +334,7 @@ class Conductor:
             return _handed_over(f"whether to go on could not be decided: {error!r}", faults)
         if isinstance(answer, Denied):
             return _handed_over(answer.reason, faults, answer.exit_code, answer.decision)
-        return Plan(
+        return IterationPlan(
             iteration=iteration,
             order=found.order,
             reserves=found.reserves,
@@ -366,7 +366,7 @@ class Conductor:
 
     # --- during an iteration --------------------------------------------------------------------------------
 
-    def _attend(self, plan: Plan) -> End | None:
+    def _attend(self, plan: IterationPlan) -> End | None:
         """How the iteration ended; None if this conductor closes, or everybody has left."""
         limit, key = self._chosen.completion_timeout, end_key(plan.iteration)
         returned = 0.0
@@ -390,7 +390,7 @@ class Conductor:
                     self._end(plan, fault)
         return None
 
-    def _end(self, plan: Plan, fault: Fault) -> None:
+    def _end(self, plan: IterationPlan, fault: Fault) -> None:
         if fault.member >= 0:
             fault = msgspec.structs.replace(fault, rank=plan.order.index(fault.member))
             self._store.compare_set(fault_key(plan.iteration, fault.member), "", text(fault))

@@ -19,7 +19,7 @@ from holdfast.config import InProcessSettings, LaunchSettings
 from holdfast.errors import DecisionTimeoutError, HandedOverError, UsageError
 from holdfast.record import connect, read_handover, read_key
 from holdfast.restart.keeper_process import Duties, start, sweep
-from holdfast.restart.messages import PREFIX, Kept, keeper_key
+from holdfast.restart.messages import PREFIX, NodeKeeper, keeper_key
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 VARIABLE = "HOLDFAST_RESTART"
 
 
-class Handed(msgspec.Struct, frozen=True, kw_only=True):
+class KeeperHandover(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     """Of the store."""
@@ -44,7 +44,7 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
     node: str
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Handed | None:
+    def from_environment(cls, environ: Mapping[str, str]) -> KeeperHandover | None:
         """The hand-over, or None for a process whose launcher keeps no members."""
         return read_handover(environ, VARIABLE, cls)
 
@@ -130,7 +130,7 @@ def join(
     `first_barrier`: seconds that others may take to the first iteration, if more than barrier_timeout.
     """
     ranks = Ranks.from_environment(environ)
-    handed = Handed.from_environment(environ)
+    handed = KeeperHandover.from_environment(environ)
     if handed is not None:
         joined = Joined(
             ranks, handed.node, PREFIX, handed.host, handed.port, chosen.barrier_timeout, launched=True
@@ -183,7 +183,7 @@ def _find_keeper(joined: Joined, patience: float) -> str:
         raw = read_key(joined.store, keeper_key(joined.node), patience, what)
     except DecisionTimeoutError as error:
         raise HandedOverError(str(error)) from error
-    return msgspec.json.decode(raw, type=Kept).path
+    return msgspec.json.decode(raw, type=NodeKeeper).path
 
 
 def _address(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:

@@ -225,7 +225,7 @@ _LOOK_SECONDS = 0.01
 _CHUNK = 1 << 20
 
 
-class _Look(NamedTuple):
+class _Sighting(NamedTuple):
     """What was seen of a connection: since when it is looked at, and since when just this has passed."""
 
     first: float
@@ -238,7 +238,7 @@ class GlooFreeing:
 
     def __init__(self) -> None:
         self._kept: dict[Descriptor, socket.socket] = {}
-        self._looks: dict[Descriptor, _Look] = {}
+        self._looks: dict[Descriptor, _Sighting] = {}
         self._ended: set[Descriptor] = set()
 
     def free(self, device: GlooDevice) -> bool:
@@ -264,9 +264,9 @@ class GlooFreeing:
 
     def _quiet(self, descriptor: Descriptor) -> bool:
         now, passed = time.monotonic(), _passed(descriptor)
-        look = self._looks.get(descriptor, _Look(now, now, passed))
+        look = self._looks.get(descriptor, _Sighting(now, now, passed))
         if look.passed != passed:
-            look = _Look(look.first, now, passed)
+            look = _Sighting(look.first, now, passed)
         self._looks[descriptor] = look
         return now - look.since >= QUIET_SECONDS or now - look.first >= RESTLESS_SECONDS
 

@@ -41,11 +41,11 @@ from holdfast.restart.messages import (
     End,
     EndKind,
     Farewell,
-    Hello,
-    Kept,
+    IterationPlan,
+    MemberHello,
     Next,
+    NodeKeeper,
     Over,
-    Plan,
     Said,
     beat_key,
     end_key,
@@ -77,7 +77,7 @@ PARTING = 2.0
 class Reporter:
     """One for each keeper. `plan` and `lost` may be read, and every method called, from any thread."""
 
-    def __init__(self, store: Store, node: str, kept: Kept, chosen: InProcessSettings) -> None:
+    def __init__(self, store: Store, node: str, kept: NodeKeeper, chosen: InProcessSettings) -> None:
         self.plan: Next | None = None
         """The newest that is known."""
         self.planned = 0.0
@@ -135,7 +135,7 @@ class Reporter:
     def _add(self, key: str) -> None:
         self._store.add(key, 1)
 
-    def _introduce(self, kept: Kept) -> None:
+    def _introduce(self, kept: NodeKeeper) -> None:
         mine = text(kept)
         found = self._store.compare_set(keeper_key(self._node), "", mine).decode()
         if found != mine:
@@ -150,7 +150,7 @@ class Reporter:
         self._follow()
 
     def _follow(self) -> None:
-        while self.plan is None or isinstance(self.plan, Plan):
+        while self.plan is None or isinstance(self.plan, IterationPlan):
             key = plan_key(0 if self.plan is None else self.plan.iteration + 1)
             if not self._store.check([key]):
                 return
@@ -163,7 +163,7 @@ class Reporter:
             self._add(LOST)  # before the look at the plan: whoever plans looks the other way round
         self._follow()
         plan = self.plan
-        if fault is None or not isinstance(plan, Plan) or member not in plan.order:
+        if fault is None or not isinstance(plan, IterationPlan) or member not in plan.order:
             return  # what befalls a reserve does not end the iteration
         fault = msgspec.structs.replace(fault, rank=plan.order.index(member))
         self._store.compare_set(fault_key(plan.iteration, member), "", text(fault))
@@ -234,7 +234,7 @@ class Keeper:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, lambda: None)
-        self._reporter = Reporter(store, node, Kept(path=self.path, pid=os.getpid()), chosen)
+        self._reporter = Reporter(store, node, NodeKeeper(path=self.path, pid=os.getpid()), chosen)
         self._thread = threading.Thread(target=self._watch, name="holdfast-keeper", daemon=True)
         self._thread.start()
 
@@ -329,7 +329,7 @@ class Keeper:
             return
         if said is None:
             return
-        member = self._members.get(said.member) if isinstance(said, Hello) else None
+        member = self._members.get(said.member) if isinstance(said, MemberHello) else None
         self._selector.unregister(line)
         why = self._refusal(member, said, pid)
         if member is None or why:
@@ -343,7 +343,7 @@ class Keeper:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._hear(member))
 
     def _refusal(self, member: _Member | None, said: Said, pid: int) -> str:
-        if not isinstance(said, Hello):
+        if not isinstance(said, MemberHello):
             return NO_HELLO
         if member is None:
             return f"there is no member {said.member} here"
@@ -426,7 +426,7 @@ class Keeper:
 
     def _rank_of(self, member: _Member) -> int:
         plan = self._reporter.plan
-        if not isinstance(plan, Plan) or plan.iteration < member.beat.iteration:
+        if not isinstance(plan, IterationPlan) or plan.iteration < member.beat.iteration:
             return member.beat.rank  # it knew of a newer one
         return plan.order.index(member.number) if member.number in plan.order else -1
 
@@ -460,7 +460,9 @@ class Keeper:
         if min(beat.leaving, awake) > hard:
             return f"it did not leave the function within {beat.leaving:.1f} s"
         plan = self._reporter.plan
-        stays = plan is None or (isinstance(plan, Plan) and member.number in (*plan.order, *plan.reserves))
+        stays = plan is None or (
+            isinstance(plan, IterationPlan) and member.number in (*plan.order, *plan.reserves)
+        )
         if not stays and now - max(self._reporter.planned, self._fresh) > hard:
             what = "everything was over" if isinstance(plan, Over) else "the others went on without it"
             return f"it had not ended {hard:g} s after {what}"

@@ -25,7 +25,7 @@ from holdfast.base import Scope
 from holdfast.errors import HandedOverError, UsageError
 from holdfast.process import Garbage, Gone, Packets
 from holdfast.restart.groups import GroupWatch
-from holdfast.restart.messages import Beat, Farewell, Hello, Said
+from holdfast.restart.messages import Beat, Farewell, MemberHello, Said
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -262,7 +262,7 @@ class Lookout:
         self._closing = False
         self._lock = threading.Lock()
         self._line = _connect(keeper)
-        self._say(Hello(member=member, pid=pid))
+        self._say(MemberHello(member=member, pid=pid))
         self._thread = threading.Thread(target=self._run, name="holdfast-lookout", daemon=True)
         self._thread.start()
 

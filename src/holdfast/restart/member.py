@@ -52,10 +52,10 @@ from holdfast.restart.messages import (
     UNREADABLE,
     End,
     EndKind,
+    IterationPlan,
     Next,
     Over,
     OverKind,
-    Plan,
     Ready,
     arrived_key,
     done_key,
@@ -335,7 +335,7 @@ class Member:
 
     # --- the barrier ----------------------------------------------------------------------------------------
 
-    def _meet(self, number: int, unfit: str) -> Plan:
+    def _meet(self, number: int, unfit: str) -> IterationPlan:
         """Say that this member is here, and learn who is who; or end."""
         self._lookout.between(number)
         joined = self._joined
@@ -359,7 +359,7 @@ class Member:
             why = watch.error or f"it did not come within {limit:g} s"
             self._hand_over(f"the plan for iteration {number} was not learnt: {why}")
         try:
-            following: Plan | Over = msgspec.json.decode(watch.value, type=Next)
+            following: IterationPlan | Over = msgspec.json.decode(watch.value, type=Next)
         except UNREADABLE as error:
             self._hand_over(f"the plan for iteration {number} was overwritten by somebody else: {error}")
         if isinstance(following, Over):
@@ -398,7 +398,7 @@ class Member:
             "else start the run again"
         )
 
-    def _take_place(self, plan: Plan) -> Iteration:
+    def _take_place(self, plan: IterationPlan) -> Iteration:
         """This member's part in a plan, also as what it starts will read it from the environment."""
         member = self._joined.member
         rank = plan.order.index(member) if member in plan.order else -1
@@ -431,7 +431,7 @@ class Member:
 
     # --- the function ---------------------------------------------------------------------------------------
 
-    def _events(self, plan: Plan, rank: int) -> list[Event]:
+    def _events(self, plan: IterationPlan, rank: int) -> list[Event]:
         """What the journal of a run in the function is told; a launcher, if there is one, tells the rest."""
         if plan.iteration == 0:
             return []

@@ -120,7 +120,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt that a run of the last iteration was here; 0 if there was none."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
+class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """Who is who in an iteration. Who is in neither list leaves."""
 
     iteration: int
@@ -161,10 +161,10 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """As in a plan."""
 
 
-Next = Plan | Over
+Next = IterationPlan | Over
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class NodeKeeper(msgspec.Struct, frozen=True, kw_only=True):
     """A node's keeper."""
 
     path: str
@@ -172,7 +172,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+class MemberHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """A member's first word to its keeper; the keeper believes the pid only if the kernel says it too."""
 
     member: int
@@ -199,7 +199,7 @@ class Farewell(msgspec.Struct, frozen=True, kw_only=True, tag="farewell"):
     """This member needs no keeper any more: its end from here on is its own affair."""
 
 
-Said = Hello | Beat | Farewell
+Said = MemberHello | Beat | Farewell
 
 
 # What the journal is told of a restart, from what members and conductor say to each other. Pure.
@@ -220,7 +220,7 @@ def faulted(fault: Fault, iteration: int, ended: int = 0) -> RestartFaulted:
     )
 
 
-def planned(plan: Plan, before: Sequence[int], now: float, ended: int = 0) -> RestartPlanned:
+def planned(plan: IterationPlan, before: Sequence[int], now: float, ended: int = 0) -> RestartPlanned:
     """`before`: the order of the iteration before; `now`: when the plan was made, in seconds since 1970."""
     known = set(before)
     first = min((fault.at for fault in plan.faults if fault.at), default=now)

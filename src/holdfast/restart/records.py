@@ -32,7 +32,7 @@ from holdfast.policy import (
     failed_iteration,
 )
 from holdfast.record import ControlDirectory, FailureRecord, keep_account
-from holdfast.restart.messages import Over, Plan, faulted
+from holdfast.restart.messages import IterationPlan, Over, faulted
 
 # What the faults of an in-process restart are for recovery: what the ends of workers are without it.
 #
@@ -114,7 +114,9 @@ WHO = "members"
 """Who journals what is told when no run of the function is open."""
 
 
-def account_of(following: Plan | Over, iteration: int, order: Sequence[int], max_restarts: int) -> Account:
+def account_of(
+    following: IterationPlan | Over, iteration: int, order: Sequence[int], max_restarts: int
+) -> Account:
     """Of the iteration that ended by the faults that `following` names, and of what comes after it.
 
     `order`: its members by rank.
@@ -149,20 +151,20 @@ def account_of(following: Plan | Over, iteration: int, order: Sequence[int], max
         lost=found.lost,
         seen=found.facts,
         detail="" if root is not None else failed.message,
-        in_place=isinstance(following, Plan),
+        in_place=isinstance(following, IterationPlan),
         newest=following.committed or None,
     )
     first = faults[0] if faults else None
     return _asked(account, first) if first is not None and first.kind is FaultKind.ASKED else account
 
 
-def _decided(following: Plan | Over) -> Decision:
+def _decided(following: IterationPlan | Over) -> Decision:
     """What was decided; where these processes cannot do it, that they end."""
     known = following.decision
-    if known is not None and (isinstance(following, Plan) or known.action is Action.STOP):
+    if known is not None and (isinstance(following, IterationPlan) or known.action is Action.STOP):
         return known
     reason = f"{deed(known.action)}: {known.reason}" if known is not None else following.reason
-    if isinstance(following, Plan):  # somebody else's conductor, which gave no reasons
+    if isinstance(following, IterationPlan):  # somebody else's conductor, which gave no reasons
         plain = Decision(action=Action.RESTART, exit_code=0, reason=reason, evidence=[], restarts_left=0)
     else:
         code = following.exit_code or int(ExitCode.HANDED_OVER)

@@ -27,7 +27,7 @@ from holdfast.base import stretch
 from holdfast.errors import DecisionTimeoutError
 from holdfast.policy import Agreed, Promised, Source, StopRequest, agree
 from holdfast.process import from_whom
-from holdfast.record import Store
+from holdfast.record import DecisionStore
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Alone(Board):
 class OverStore(Board):
     """For ranks that share a store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: DecisionStore) -> None:
         self._store = store
 
     def fix(self, key: str, text: str, /) -> bytes:
@@ -287,16 +287,16 @@ def signalled(number: signal.Signals, sender: str, rank: int, node: str) -> Stop
     )
 
 
-def own_connection(store: Any) -> Store:
+def own_connection(store: Any) -> DecisionStore:
     """Another client of the same store; the same one where that cannot be had."""
     with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-        found: Store = store.clone()
+        found: DecisionStore = store.clone()
         return found
     log.warning(
         "holdfast: the store (%s) cannot be cloned: requests to stop share its one connection with training",
         type(store).__name__,
     )
-    same: Store = store
+    same: DecisionStore = store
     return same
 
 
@@ -306,7 +306,7 @@ class RankStop:
     def __init__(
         self,
         stopping: LastStep,
-        store: Store | None,
+        store: DecisionStore | None,
         rank: int,
         world: int,
         *,
@@ -386,7 +386,7 @@ class RankStop:
                 first = str(error).partition("\n")[0]
                 log.warning("holdfast: requests to stop are no longer seen: %s", first)
 
-    def _part(self, agreement: StopAgreement[StopRequest], store: Store) -> None:
+    def _part(self, agreement: StopAgreement[StopRequest], store: DecisionStore) -> None:
         """The last words of a rank that leaves."""
         if agreement.request is None and self._leaving is not None:
             agreement.say(Promised(step=self._leaving))
@@ -399,7 +399,7 @@ class RankStop:
             else:
                 time.sleep(LOOK_FOR_PROMISES)
 
-    def _step(self, agreement: StopAgreement[StopRequest], store: Store | None) -> None:
+    def _step(self, agreement: StopAgreement[StopRequest], store: DecisionStore | None) -> None:
         if agreement.request is None:
             request = agreement.ask(self._wish or (self._look() if self._look is not None else None))
             if request is None:
@@ -417,7 +417,7 @@ class RankStop:
             agreement.hasten(self._ends_at)
             self._ends_at = None
 
-    def _agree(self, agreement: StopAgreement[StopRequest], store: Store | None) -> None:
+    def _agree(self, agreement: StopAgreement[StopRequest], store: DecisionStore | None) -> None:
         agreed = agreement.named()
         if agreed is not None and agreed.step is not None:
             self._named = self._rank == 0 and store is not None

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from holdfast.base import Look, rendered
 from holdfast.errors import ExitCode, UsageError
 from holdfast.policy import REPEATED, Deadline, Source, StopRequest, is_repeated, sooner
-from holdfast.process import Seen, named, seen, take, watch
+from holdfast.process import SeenSender, named, seen, take, watch
 
 # The file whose appearance asks for a stop.
 #
@@ -324,7 +324,7 @@ class StopSignals:
         self._pid = 0
         self._owns_wakeup = False
         self._closing = False
-        self._seen: Seen | None = None
+        self._seen: SeenSender | None = None
         self._receiver: socket.socket | None = None
         self._sender: socket.socket | None = None
         self._thread: threading.Thread | None = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.train.beats import (
         ANSWER_LIMIT,
         SOCKET,
-        Answer,
+        AnswerPart,
         Ask,
         Beats,
         Bye,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         Seen,
         State,
         StopAt,
-        Wish,
+        StopWish,
     )
     from holdfast.train.crash import CrashHook, chain_of, write_error_file
     from holdfast.train.forgotten import Forgotten
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from holdfast.train.saves import Saving
     from holdfast.train.schedule import SaveSchedule, measured_before
     from holdfast.train.testimony import (
-        Frame,
         Pinging,
         Registered,
         SimulatedFault,
+        StackFrame,
         Testimony,
         ThreadStack,
         frames_of,

@@ -77,7 +77,7 @@ class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):
     out_of_section: Observed
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+class AnswerPart(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """A part of the answer to `Ask` number `ask`."""
 
     ask: int
@@ -93,7 +93,7 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     at: float
 
 
-class Wish(msgspec.Struct, frozen=True, array_like=True, tag="wish"):
+class StopWish(msgspec.Struct, frozen=True, array_like=True, tag="wish"):
     """This rank was asked to stop (a signal reached it): the whole run is to."""
 
     why: str
@@ -122,7 +122,7 @@ class Halted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
     step: int
 
 
-FromRank = Hello | State | Seen | Answer | Bye | Wish | Promise | Halted
+FromRank = Hello | State | Seen | AnswerPart | Bye | StopWish | Promise | Halted
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -322,7 +322,7 @@ class Beats:
         self, why: str, number: str, *, now: bool = False, source: str = "signal", sender: str = ""
     ) -> None:
         """This rank was asked to stop. From any thread."""
-        self._insist(Wish(why, now, number, source, sender))
+        self._insist(StopWish(why, now, number, source, sender))
 
     def halted(self, step: int) -> None:
         """This rank has stopped as agreed."""
@@ -520,12 +520,12 @@ class Beats:
             problem = f"the testimony has {len(testimony)} bytes, more than the {ANSWER_LIMIT} allowed"
             testimony = None
         if testimony is None:
-            self._send(Answer(ask.ask, 0, 0, problem[:CHUNK].encode(errors="replace")), 1.0)
+            self._send(AnswerPart(ask.ask, 0, 0, problem[:CHUNK].encode(errors="replace")), 1.0)
             return
         parts = max(1, -(-len(testimony) // CHUNK))
         for index in range(parts):
             part = testimony[index * CHUNK : (index + 1) * CHUNK]
-            if not self._send(Answer(ask.ask, index, parts, part), max(0.0, deadline - time.monotonic())):
+            if not self._send(AnswerPart(ask.ask, index, parts, part), max(0.0, deadline - time.monotonic())):
                 return
 
 

@@ -42,7 +42,7 @@ from holdfast.errors import IncompleteStateError
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import Warned
 from holdfast.record import Group, share
-from holdfast.train.check import Agreed, Agreement
+from holdfast.train.check import AgreedResult, Agreement
 from holdfast.train.data import DataFeed
 
 log = logging.getLogger("holdfast")
@@ -97,7 +97,7 @@ class Forgotten:
         finally:
             self.close()
         scalers = any(scaler.is_enabled() for scaler in self._tracked.scalers())
-        agreed = self._agreement.agree(Agreed(forgot=bool(texts), scales=scalers), step, 0)
+        agreed = self._agreement.agree(AgreedResult(forgot=bool(texts), scales=scalers), step, 0)
         if agreed.forgot:
             self._tell(share(self._group, texts))
         return agreed.scales

@@ -23,12 +23,12 @@ import msgspec
 from holdfast.base import scope
 from holdfast.checkpoint.choose import Proposal
 from holdfast.checkpoint.copies import (
-    Hello,
     LocalInventory,
     LocalTier,
     PeerHost,
     PlaceMap,
     Replication,
+    ServingRank,
     duties,
     make_map,
     own_address,
@@ -181,9 +181,9 @@ class LocalPlaces:
 
     # --- joining --------------------------------------------------------------------------------------------
 
-    def _open(self) -> Hello:
+    def _open(self) -> ServingRank:
         """Open this rank's place, and serve it if that is for this rank to do; what the others are told."""
-        hello = Hello(node=self._node)
+        hello = ServingRank(node=self._node)
         try:
             tier = self.tier = LocalTier.open(
                 Path(self._chosen.non_persistent_local_ckpt_dir),
@@ -193,14 +193,14 @@ class LocalPlaces:
             )
             # Before its id is told: until then it may be cleaned away.
             self._held.enter_context(tier.in_use())
-            hello = Hello(node=self._node, place=tier.place)
+            hello = ServingRank(node=self._node, place=tier.place)
             if self._serves(tier.place):
                 host = self._host = self._serve(tier)
                 address, port = host.address
                 hello = msgspec.structs.replace(hello, host=address, port=port)
         except (HoldfastError, OSError) as error:
             self.tier = self._host = None
-            hello = Hello(node=self._node, problem=str(error))
+            hello = ServingRank(node=self._node, problem=str(error))
         return hello
 
     def _serves(self, place: str) -> bool:
@@ -227,7 +227,7 @@ class LocalPlaces:
         host.start()
         return host
 
-    def _agree(self, hello: Hello) -> _Agreed:
+    def _agree(self, hello: ServingRank) -> _Agreed:
         store, patience = self._group.store, self._patience
         if not self._group.is_coordinator:
             store.set(f"places/hello/{self._group.rank}", msgspec.json.encode(hello).decode())
@@ -238,7 +238,7 @@ class LocalPlaces:
         for rank in range(1, self._group.world_size):
             left = max(0.0, deadline - time.monotonic())
             raw = read_key(store, f"places/hello/{rank}", left, f"the place of rank {rank}")
-            hellos.append(msgspec.json.decode(raw, type=Hello))
+            hellos.append(msgspec.json.decode(raw, type=ServingRank))
         wrong = [
             f"rank {rank} on {said.node}: {said.problem}" for rank, said in enumerate(hellos) if said.problem
         ]

@@ -64,7 +64,7 @@ LETTER = 1024
 LONGEST_NAME = 200
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProbeAnswer(msgspec.Struct, frozen=True):
     node: str
     probe: ComputeProbe
 
@@ -90,7 +90,7 @@ class Throughput:
         low = slowdown(self.before, self._seconds) if self._group.is_coordinator else None
         if not self._told_by_rank_0(low is not None):
             return
-        answers = self._exchanged(Answer(self._node[:LONGEST_NAME], probe_compute(self._device)))
+        answers = self._exchanged(ProbeAnswer(self._node[:LONGEST_NAME], probe_compute(self._device)))
         if low is None:
             return
         self._journal.write(
@@ -112,7 +112,7 @@ class Throughput:
         dist.broadcast(word, src=0, group=self._group.process_group)
         return bool(word.item())
 
-    def _exchanged(self, mine: Answer) -> list[Answer]:
+    def _exchanged(self, mine: ProbeAnswer) -> list[ProbeAnswer]:
         if self._group.process_group is None:
             return [mine]
         written = msgspec.json.encode(mine)[:LETTER].ljust(LETTER)
@@ -122,14 +122,14 @@ class Throughput:
         return [_read(bytes(got.tolist())) for got in letters]
 
 
-def _read(letter: bytes) -> Answer:
+def _read(letter: bytes) -> ProbeAnswer:
     try:
-        return msgspec.json.decode(letter, type=Answer)
+        return msgspec.json.decode(letter, type=ProbeAnswer)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return Answer("", ComputeProbe(device="?", problem="its answer could not be read"))
+        return ProbeAnswer("", ComputeProbe(device="?", problem="its answer could not be read"))
 
 
-def _speeds(answers: Sequence[Answer]) -> dict[str, list[float]]:
+def _speeds(answers: Sequence[ProbeAnswer]) -> dict[str, list[float]]:
     """Per node, each rank's speed relative to the fastest rank's; 0 for one that failed or was wrong."""
     flops = max((answer.probe.gflops for answer in answers), default=0.0) or 1.0
     copies = max((answer.probe.copy_gbps for answer in answers), default=0.0) or 1.0

@@ -51,7 +51,7 @@ from holdfast.errors import (
     ValidationFailedError,
 )
 from holdfast.journal import Event, JournalWriter
-from holdfast.journal.events import Decision, SaveFailed, SaveSkipped, SaveStarted, Warned
+from holdfast.journal.events import DecisionMade, SaveFailed, SaveSkipped, SaveStarted, Warned
 from holdfast.policy import Choice
 from holdfast.record import add_up, diagnosed, last_fresh, share
 from holdfast.train.meter import Meter
@@ -278,7 +278,7 @@ class Saving:
         self._told_skip = kind
 
     def _tell_way(self, choice: Choice) -> None:
-        self._write(Decision(about="snapshot", chosen=choice.way, evidence=choice.evidence))
+        self._write(DecisionMade(about="snapshot", chosen=choice.way, evidence=choice.evidence))
         if choice.warning:
             self._write(Warned(message=choice.warning))
             log.warning("holdfast: %s", choice.warning)

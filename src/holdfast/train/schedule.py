@@ -29,7 +29,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.errors import ControlError
-from holdfast.journal import REPORTER, Event, JournalWriter, Line, read_tail
+from holdfast.journal import REPORTER, Event, JournalLine, JournalWriter, read_tail
 from holdfast.journal.events import CadenceChosen, SaveCommitted, StepsDone, Warned
 from holdfast.policy import (
     AUTO,
@@ -47,9 +47,9 @@ from holdfast.record import (
     AttemptRecord,
     ControlDirectory,
     Decisions,
+    DecisionStore,
     EndRecord,
     HeadRecord,
-    Store,
     ends_of,
     read_key,
     read_record,
@@ -112,7 +112,7 @@ class SaveSchedule:
         self._earlier = Measured()
         self._began = time.monotonic()
         self._leads = False
-        self._store: Store | None = None
+        self._store: DecisionStore | None = None
         self._timeout = 0.0
         self._journal: JournalWriter | None = None
         self._serial = 0
@@ -125,7 +125,7 @@ class SaveSchedule:
         *,
         leads: bool,
         earlier: Callable[[], Measured],
-        store: Store,
+        store: DecisionStore,
         decisions: Decisions,
         journal: JournalWriter,
         timeout: float,
@@ -315,14 +315,14 @@ def measured_before(control: ControlDirectory, attempt: int, launch: str) -> Mea
     return found
 
 
-def _count(found: Measured, record: AttemptRecord, end: EndRecord | None, lines: list[Line]) -> None:
+def _count(found: Measured, record: AttemptRecord, end: EndRecord | None, lines: list[JournalLine]) -> None:
     """Add one attempt's running time, and its end if that was a failure."""
     last = end.at if end is not None else max((line.at for line in lines), default=record.started)
     found.running += max(0.0, last - record.started)
     found.failures += end is None or end.outcome in ("failed", "lost")
 
 
-def _take(found: Measured, lines: list[Line]) -> None:
+def _take(found: Measured, lines: list[JournalLine]) -> None:
     """Add an older attempt's steps and saves, before the newer ones that are there."""
     steps = [
         seconds
@@ -342,9 +342,9 @@ def _take(found: Measured, lines: list[Line]) -> None:
     found.saves = [*saves, *found.saves][-RECENT_SAVES:]
 
 
-def _last_lines(journal: Path, attempt: int) -> list[Line]:
+def _last_lines(journal: Path, attempt: int) -> list[JournalLine]:
     """The ends of an attempt's journals, without those of ranks other than 0."""
-    lines: list[Line] = []
+    lines: list[JournalLine] = []
     for path in sorted(journal.glob(f"{attempt:06d}-*.jsonl")):
         if not _OTHER_RANK.search(path.name):
             lines.extend(read_tail(path, TAIL_BYTES))

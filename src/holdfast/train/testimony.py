@@ -69,7 +69,7 @@ _CANDIDATES = range(7, 15)
 """Offsets from SIGRTMIN. The first two or three real-time signals are what other libraries tend to take."""
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class StackFrame(msgspec.Struct, frozen=True, array_like=True):
     file: str
     line: int
     function: str
@@ -80,7 +80,7 @@ class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):
     tid: int = 0
     """As the kernel counts threads; 0 if not known."""
     main: bool = False
-    frames: list[Frame] = []
+    frames: list[StackFrame] = []
     """Innermost first."""
 
 
@@ -222,12 +222,12 @@ def _stacks() -> list[ThreadStack]:
     return sorted(found, key=lambda stack: not stack.main)
 
 
-def frames_of(frame: FrameType | None) -> list[Frame]:
+def frames_of(frame: FrameType | None) -> list[StackFrame]:
     """The innermost first. Reads no file: the source may lie where everything hangs."""
-    found: list[Frame] = []
+    found: list[StackFrame] = []
     while frame is not None and len(found) < DEPTH:
         code = frame.f_code
-        found.append(Frame(_clean(code.co_filename), frame.f_lineno or 0, _clean(code.co_name)))
+        found.append(StackFrame(_clean(code.co_filename), frame.f_lineno or 0, _clean(code.co_name)))
         frame = frame.f_back
     return found
 
@@ -361,7 +361,7 @@ RANDOM_SHARE = 0.2
 _SIGNALS = {"rank_hung": signal.SIGSTOP, "rank_killed": signal.SIGKILL}
 
 
-class Fault(msgspec.Struct, frozen=True):
+class DrilledFault(msgspec.Struct, frozen=True):
     kind: str
     """rank_hung or rank_killed."""
     rank: int
@@ -369,7 +369,7 @@ class Fault(msgspec.Struct, frozen=True):
     """Seconds from the first completed step."""
 
 
-def choose(settings: MonitorSettings, seed: str, world_size: int) -> Fault:
+def choose(settings: MonitorSettings, seed: str, world_size: int) -> DrilledFault:
     """The fault that every rank of an attempt comes to."""
     chance = random.Random(seed)
     kind, rank = chance.choice(sorted(_SIGNALS)), chance.randrange(world_size)
@@ -382,7 +382,7 @@ def choose(settings: MonitorSettings, seed: str, world_size: int) -> Fault:
         raise ConfigError(
             f"monitor.simulated_fault_rank = {rank}: there are {world_size} ranks, 0 to {world_size - 1}"
         )
-    return Fault(kind, rank, delay)
+    return DrilledFault(kind, rank, delay)
 
 
 def is_first_attempt(control: ControlDirectory, attempt: int, launch: str) -> bool:
@@ -393,7 +393,7 @@ def is_first_attempt(control: ControlDirectory, attempt: int, launch: str) -> bo
 class SimulatedFault:
     """The fault of the rank that is to have it. `arm` after each step: the first one starts the clock."""
 
-    def __init__(self, fault: Fault, journal: JournalWriter) -> None:
+    def __init__(self, fault: DrilledFault, journal: JournalWriter) -> None:
         self._fault = fault
         self._journal = journal
         self._timer: threading.Timer | None = None

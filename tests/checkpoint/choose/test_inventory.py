@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from holdfast.checkpoint.choose.ladder import take_inventory, take_pinned
 from holdfast.checkpoint.choose.resume import blame_storage
 from holdfast.checkpoint.copies import tier as local_manifest
-from holdfast.checkpoint.copies.assembled import Hello, make_map
+from holdfast.checkpoint.copies.assembled import ServingRank, make_map
 from holdfast.checkpoint.copies.inspection import LocalInventory
 from holdfast.checkpoint.copies.rules import Assembly
 from holdfast.checkpoint.format.manifest import MANIFEST, METADATA, CheckpointName, CheckpointRoot, encode
@@ -41,7 +41,7 @@ class Resuming:
         self.ranks = [self.inventory(rank) for rank in range(2)]
 
     def inventory(self, rank: int, timeout: float = 5.0) -> LocalInventory:
-        said = [Hello(place=tier.place, node=tier.record.node) for tier in self.run.nodes]
+        said = [ServingRank(place=tier.place, node=tier.record.node) for tier in self.run.nodes]
         return LocalInventory(
             tier=self.run.nodes[rank],
             places=make_map(said),

@@ -24,8 +24,8 @@ from holdfast.checkpoint.choose.ladder import (
     NO_RUNG,
     REFUSED,
     USED,
-    Look,
     Rung,
+    RungLook,
     RungOutlook,
     situation_of,
     walk_down,
@@ -38,8 +38,8 @@ from holdfast.checkpoint.format.manifest import MANIFEST, CheckpointName, Checkp
 from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.config.settings import RunSettings, Settings
 from holdfast.errors import NoValidRungError
-from holdfast.health.node import Tried
-from holdfast.journal.events import Decision, StorageAlarm
+from holdfast.health.node import TryOutcome
+from holdfast.journal.events import DecisionMade, StorageAlarm
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.budgets import PastAttempt
@@ -176,7 +176,7 @@ class Past:
             other = msgspec.structs.replace(found, samples=found.samples + 1)
             (directory / MANIFEST).write_bytes(manifests.encode(other)[0])
 
-    def resume(self, story: Story) -> tuple[Decision, list[StorageAlarm]]:
+    def resume(self, story: Story) -> tuple[DecisionMade, list[StorageAlarm]]:
         """What the next attempt decides, without the local tier; and whether it doubted the storage."""
         model, optimizer, schedule, _ = build()
         tracked = Tracked()
@@ -200,7 +200,7 @@ class Past:
             with contextlib.suppress(NoValidRungError):
                 resumer.resume(story.resume_from, force=_force(story))
         told = [line.body for line in read_journal(self.control.journal) if line.attempt == attempt]
-        (decision,) = (body for body in told if isinstance(body, Decision))
+        (decision,) = (body for body in told if isinstance(body, DecisionMade))
         return decision, [body for body in told if isinstance(body, StorageAlarm)]
 
     def launcher(self) -> list[str]:
@@ -225,7 +225,7 @@ def _force(story: Story) -> bool:
     return story.force and story.resume_from != "auto"
 
 
-def check_same_words(found: Resolution, decision: Decision) -> None:
+def check_same_words(found: Resolution, decision: DecisionMade) -> None:
     """What is no rung is none for the same reason; only what nodes may hold is not known to both alike."""
     here = {option.option: option.why[0] for option in decision.rejected}
     for row in found.candidates:
@@ -256,7 +256,7 @@ NOTHING_HOLDS = Story([(None, [Save("gone"), Save("deleted"), Save("altered")])]
 def test_a_look_a_resume_and_a_decision_name_the_same_rung(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: Story
 ) -> None:
-    monkeypatch.setattr(resume, "try_storage", lambda directory, size: Tried())
+    monkeypatch.setattr(resume, "try_storage", lambda directory, size: TryOutcome())
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     try:
         past = Past(folder, checkpoints(prepared)[0], story)
@@ -289,10 +289,10 @@ def test_the_walk_ends_at_the_first_that_holds_and_doubts_storage_only_for_bytes
     looked: list[str] = []
     told: list[str] = []
 
-    def look(rung: Rung) -> Look[str]:
+    def look(rung: Rung) -> RungLook[str]:
         looked.append(rung.name)
         verdict, of_bytes = verdicts[int(rung.name)]
-        return Look(RungOutlook(name=rung.name, step=rung.step, verdict=verdict), rung.name, of_bytes)
+        return RungLook(RungOutlook(name=rung.name, step=rung.step, verdict=verdict), rung.name, of_bytes)
 
     walk = walk_down(rungs, look, lambda row, bad: told.append(row.name))
     end = next((at for at, (verdict, _) in enumerate(verdicts) if verdict == USED), len(rungs))

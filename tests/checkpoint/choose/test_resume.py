@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import holdfast
 from holdfast.checkpoint.choose.resolver import resolve_resume
 from holdfast.errors import IncompleteStateError, NoValidRungError, UsageError
-from holdfast.journal.events import Decision, Warned
+from holdfast.journal.events import DecisionMade, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.record.attempts import attempt_numbers
 from holdfast.record.directory import ControlDirectory
@@ -95,7 +95,7 @@ def test_when_nothing_can_be_used_the_run_refuses_instead_of_starting_over(tmp_p
     for path in checkpoints(run_dir):
         assert path.name in str(refused.value)
     assert "altered" in str(refused.value)
-    last = events_in(run_dir, Decision)[-1]
+    last = events_in(run_dir, DecisionMade)[-1]
     assert last.chosen == "refused"
     assert train(run_dir, until=2, checkpoint_resume_from="fresh").started_at == 0
     assert len(checkpoints(run_dir)) == 3, "starting over leaves the old ones where they are"
@@ -157,7 +157,7 @@ def test_a_rollback_reaches_the_same_step_again_without_mixing(
     outcome = train(run_dir, until=12)
     assert outcome.started_at == 3, "the abandoned checkpoint of step 6 must not be picked"
     check_same(outcome, longer_reference, 12)
-    last = events_in(run_dir, Decision)[-1]
+    last = events_in(run_dir, DecisionMade)[-1]
     why = {option.option: option.why for option in last.rejected}
     book = StandingBook(ControlDirectory.open(run_dir))
     assert book.of(abandoned.name[14:]) == book.of(new_six.name[14:]) == Standing.ABANDONED

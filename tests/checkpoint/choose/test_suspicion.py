@@ -26,7 +26,7 @@ from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.incident.decision import Circumstances, decide_lost
-from holdfast.launch.nodes.attempt import Place, lead
+from holdfast.launch.nodes.attempt import RoundPlace, lead
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.evidence import Loss, LostNode
 from holdfast.policy.recovery import Decision
@@ -63,7 +63,7 @@ from holdfast.record.lineage import CommitRecord, record_commit, record_done
 from holdfast.record.operator import exclude, excluded, skips
 from holdfast.record.standing import Standing, StandingBook
 
-SOUND = retention._Look(condition=Condition.SOUND, problem="", created=0.0, bytes=1)
+SOUND = retention._Examined(condition=Condition.SOUND, problem="", created=0.0, bytes=1)
 P = 10
 """Steps of probation."""
 
@@ -235,7 +235,7 @@ def test_only_what_is_suspect_still_is_on_trial(story: Story) -> None:
 
 def start(story: Story) -> Orders:
     """What the leader of the next attempt announces."""
-    place = Place(node="a", group_rank=0, nodes=1, world_size=1)
+    place = RoundPlace(node="a", group_rank=0, nodes=1, world_size=1)
     attempt = lead(
         story.control, place, story.held, "127.0.0.1", HashStore(), "2",
         node_timeout=5.0, members=[], max_restarts=3,

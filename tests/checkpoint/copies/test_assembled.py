@@ -18,11 +18,11 @@ import pytest
 from holdfast.checkpoint.choose import verifying_reader as reader
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import assembled, peers
-from holdfast.checkpoint.copies.assembled import AssembledShards, Hello, make_map
+from holdfast.checkpoint.copies.assembled import AssembledShards, ServingRank, make_map
 from holdfast.checkpoint.copies.peer_process import PeerHost, PeerServer
 from holdfast.checkpoint.copies.rules import assemble
 from holdfast.checkpoint.copies.tier import LocalTier
-from holdfast.checkpoint.copies.wire import Data, Deadline, Line, Read, admit
+from holdfast.checkpoint.copies.wire import Data, Line, Read, TransferDeadline, admit
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import METADATA
 from holdfast.errors import CheckpointError
@@ -77,8 +77,8 @@ class Reading:
             assemble(FILES, held, in_global=self.in_global, verified=self.verified),
             places=make_map(
                 [
-                    Hello(place=self.here.place, node="node-1"),
-                    Hello(place=self.there.place, node="node-2", host="127.0.0.1", port=self.port),
+                    ServingRank(place=self.here.place, node="node-1"),
+                    ServingRank(place=self.there.place, node="node-2", host="127.0.0.1", port=self.port),
                 ]
             ),
             rank=0,
@@ -142,7 +142,7 @@ def fake(reading: Reading, answer: Callable[[Line, Read], None]) -> Iterator[lis
                 line = Line(listener.accept()[0], "test")
                 lines.append(line)
                 with contextlib.suppress(Exception):
-                    deadline = Deadline.within(20)
+                    deadline = TransferDeadline.within(20)
                     admit(
                         line,
                         run_secret(control),
@@ -314,8 +314,8 @@ def test_the_next_piece_is_asked_for_while_this_one_is_on_its_way(
         if len(held) < 2 and not last:
             return
         for one in [held.pop(0) for _ in range(len(held) if last else 1)]:
-            line.send(Data(one.length), Deadline.within(5))
-            line.send_bytes(_part(one), Deadline.within(5))
+            line.send(Data(one.length), TransferDeadline.within(5))
+            line.send_bytes(_part(one), TransferDeadline.within(5))
 
     with fake(reading, give) as asked:
         assert reading.load(*FILES) == {"peer": len(FILES) * SHARD}
@@ -333,8 +333,8 @@ def test_a_line_that_is_lost_between_two_pieces_is_taken_up_where_it_was(
         if len(given) % 7 == 0:
             line.cut()
             return
-        line.send(Data(request.length), Deadline.within(5))
-        line.send_bytes(_part(request), Deadline.within(5))
+        line.send(Data(request.length), TransferDeadline.within(5))
+        line.send_bytes(_part(request), TransferDeadline.within(5))
 
     with fake(reading, give):
         assert reading.load(*FILES) == {"peer": len(FILES) * SHARD}
@@ -381,8 +381,8 @@ def test_a_peer_without_a_server_is_passed_over(reading: Reading) -> None:
 
 def test_a_peer_that_stalls_within_an_answer_costs_its_deadline_once(reading: Reading) -> None:
     def half(line: Line, request: Read) -> None:
-        line.send(Data(request.length), Deadline.within(5))
-        line.send_bytes(memoryview(bytes(request.length // 2)), Deadline.within(5))
+        line.send(Data(request.length), TransferDeadline.within(5))
+        line.send_bytes(memoryview(bytes(request.length // 2)), TransferDeadline.within(5))
 
     lose_here(reading)
     with fake(reading, half) as asked:
@@ -408,16 +408,16 @@ def test_a_peer_from_which_nothing_comes_is_left_before_its_deadline(
 
 
 def _garbage(line: Line, request: Read) -> None:
-    line.send(Data(request.length), Deadline.within(5))
-    line.send_bytes(memoryview(b"\xff" * request.length), Deadline.within(5))
+    line.send(Data(request.length), TransferDeadline.within(5))
+    line.send_bytes(memoryview(b"\xff" * request.length), TransferDeadline.within(5))
 
 
 def _nonsense(line: Line, request: Read) -> None:
-    line.send_bytes(memoryview(b"\x00\x00\x00\x04junk"), Deadline.within(5))
+    line.send_bytes(memoryview(b"\x00\x00\x00\x04junk"), TransferDeadline.within(5))
 
 
 def _boast(line: Line, request: Read) -> None:
-    line.send(Data(request.length + 1), Deadline.within(5))
+    line.send(Data(request.length + 1), TransferDeadline.within(5))
 
 
 def _hang_up(line: Line, request: Read) -> None:

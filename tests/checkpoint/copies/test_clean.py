@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.copies import tier as local_clean
-from holdfast.checkpoint.copies.tier import Found, LocalTier, Rules, judge, look, places_under, remove
+from holdfast.checkpoint.copies.tier import FoundPlace, LocalTier, Rules, judge, look, places_under, remove
 from holdfast.checkpoint.format.manifest import CheckpointName
 from holdfast.errors import UsageError
 from holdfast.record.attempts import HeadRecord
@@ -258,7 +258,7 @@ def test_a_place_of_another_user_is_left_alone(old: LocalTier) -> None:
 
 @given(
     found=st.builds(
-        Found,
+        FoundPlace,
         path=st.just("/x"),
         run=st.sampled_from([RUN, OTHER]),
         run_dir=st.just("/r"),
@@ -281,7 +281,7 @@ def test_a_place_of_another_user_is_left_alone(old: LocalTier) -> None:
     ),
 )
 def test_no_rules_remove_what_is_used_or_not_ours_and_force_removes_no_less(
-    found: Found, rules: Rules
+    found: FoundPlace, rules: Rules
 ) -> None:
     verdict = judge(found, rules, 1)
     assert verdict.reason

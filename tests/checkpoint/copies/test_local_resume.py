@@ -18,11 +18,11 @@ from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import MANIFEST, METADATA
 from holdfast.checkpoint.format.manifest import read as read_manifest
 from holdfast.errors import ExitCode
-from holdfast.health.node import Tried
+from holdfast.health.node import TryOutcome
 from holdfast.journal.events import (
     CopyQuarantined,
     CopyReplaced,
-    Decision,
+    DecisionMade,
     Resumed,
     RungRejected,
     SaveCommitted,
@@ -164,7 +164,7 @@ def test_a_flipped_byte_in_a_replica_is_never_loaded(four: Nodes, trained: Nodes
     (bad,) = four.events(CopyQuarantined)
     assert (bad.node, bad.kind) == ("b", "replica")
     assert "altered" in bad.reasons[0]
-    decisions = [d for d in four.events(Decision) if d.about == "resume"]
+    decisions = [d for d in four.events(DecisionMade) if d.about == "resume"]
     assert len(decisions) == 2, "one for the training before, one for all ranks here"
     tier = LocalTier.at(four.place("b"))
     assert not [record for record in tier.records() if record.rank == 0 and record.name == name]
@@ -298,7 +298,7 @@ def test_a_node_that_comes_back_with_old_copies_is_judged_by_the_lineage(four: N
     assert four.train(NODES, END) == [0] * 4
     assert resumed(four) == 3
     assert as_never_interrupted(four, trained)
-    chosen = [d for d in four.events(Decision) if d.about == "resume"][-1]
+    chosen = [d for d in four.events(DecisionMade) if d.about == "resume"][-1]
     assert any("abandoned" in why for r in chosen.rejected if r.option == str(old) for why in r.why)
 
 
@@ -314,7 +314,7 @@ def test_all_copies_lost_is_no_reason_to_refuse_a_fresh_start(four: Nodes) -> No
         four.lose(node)
     assert four.train(NODES, 1) == [0] * 4
     assert resumed(four) == 0
-    chosen = [d for d in four.events(Decision) if d.about == "resume"][-1]
+    chosen = [d for d in four.events(DecisionMade) if d.about == "resume"][-1]
     assert any("lost: only the local tier had it" in why for r in chosen.rejected for why in r.why)
 
 
@@ -342,7 +342,7 @@ def test_storage_that_fails_the_probe_is_not_read_any_further(
     four: Nodes, trained: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scenario 23: refuse to continue blindly, though a third checkpoint might do."""
-    tried = Tried(problem="it gives back other bytes")
+    tried = TryOutcome(problem="it gives back other bytes")
     monkeypatch.setattr("holdfast.checkpoint.choose.resume.try_storage", lambda *_: tried)
     assert (
         four.train(NODES, END, checkpoint_interval=2, checkpoint_non_persistent_ckpt_type="none") == [0] * 4

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.checkpoint.copies import room
 from holdfast.checkpoint.copies import tier as local_manifest
-from holdfast.checkpoint.copies.assembled import Hello, make_map
+from holdfast.checkpoint.copies.assembled import ServingRank, make_map
 from holdfast.checkpoint.copies.inspection import verify_copy
 from holdfast.checkpoint.copies.peer_process import PeerServer
 from holdfast.checkpoint.copies.rules import assemble, duties, replicate
@@ -27,7 +27,7 @@ from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import CheckpointName, encode
 from holdfast.checkpoint.save.handoff import MendCopies
 from holdfast.checkpoint.save.local import Mender
-from holdfast.journal.events import CopyQuarantined, CopyReplaced, Decision, Resumed, Warned
+from holdfast.journal.events import CopyQuarantined, CopyReplaced, DecisionMade, Resumed, Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.train.place import LocalPlaces
 from kit.damage import flip
@@ -104,8 +104,8 @@ class Mended:
             ranks=[0, 1],
             places=make_map(
                 [
-                    Hello(place=self.here.place, node="node-1"),
-                    Hello(place=self.there.place, node="node-2", host="127.0.0.1", port=self.port),
+                    ServingRank(place=self.here.place, node="node-1"),
+                    ServingRank(place=self.there.place, node="node-2", host="127.0.0.1", port=self.port),
                 ]
             ),
             tier=str(self.here.path),
@@ -323,7 +323,7 @@ def test_a_second_node_lost_right_after_the_first_costs_nothing_once_copies_are_
         assert nodes.train(PAIR, END) == [0] * 2
         assert nodes.events(Resumed)[-1].step == (LAST if mending else 0)
         assert nodes.steps() == died.reference
-        chosen = [one for one in nodes.events(Decision) if one.about == "resume"][-1]
+        chosen = [one for one in nodes.events(DecisionMade) if one.about == "resume"][-1]
         assert any("from peers" in text for text in chosen.evidence) is mending
         for node in PAIR:  # the run may have ended while something was being made: it is whole, or nothing
             tier = LocalTier.at(nodes.place(node))

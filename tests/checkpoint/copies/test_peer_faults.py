@@ -21,15 +21,15 @@ from holdfast.checkpoint.copies import peer_process, peers
 from holdfast.checkpoint.copies.peers import PeerReader, announcement
 from holdfast.checkpoint.copies.wire import (
     MOST_FRAME,
-    Deadline,
     GoOn,
     Greeting,
     Held,
-    Hello,
     Line,
     LostLineError,
     Offer,
+    PeerHello,
     Refused,
+    TransferDeadline,
     Welcome,
     admit,
     call,
@@ -62,7 +62,7 @@ def closed(connection: socket.socket, within: float = 5.0) -> bool:
 
 
 def proven(lab: Lab, port: int) -> tuple[Line, Welcome]:
-    return call(("127.0.0.1", port), run_secret(lab.control), lab.control.run_id, Deadline.within(5))
+    return call(("127.0.0.1", port), run_secret(lab.control), lab.control.run_id, TransferDeadline.within(5))
 
 
 # --- strangers at the server --------------------------------------------------------------------------------
@@ -70,20 +70,20 @@ def proven(lab: Lab, port: int) -> tuple[Line, Welcome]:
 
 def _wrong_secret(lab: Lab, nonce: bytes) -> bytes:
     ours, run = b"c" * 32, lab.control.run_id
-    return frame(Hello(run, ours, prove(b"guessed", b"holdfast peer client", run.encode(), nonce, ours)))
+    return frame(PeerHello(run, ours, prove(b"guessed", b"holdfast peer client", run.encode(), nonce, ours)))
 
 
 def _wrong_run(lab: Lab, nonce: bytes) -> bytes:
     ours, run = b"c" * 32, "another"
     proof = prove(run_secret(lab.control), b"holdfast peer client", run.encode(), nonce, ours)
-    return frame(Hello(run, ours, proof))
+    return frame(PeerHello(run, ours, proof))
 
 
 def _its_own_proof(lab: Lab, nonce: bytes) -> bytes:
     """What a server says of itself, played back to it."""
     ours, run = b"c" * 32, lab.control.run_id
     proof = prove(run_secret(lab.control), b"holdfast peer server", run.encode(), nonce, ours)
-    return frame(Hello(run, ours, proof))
+    return frame(PeerHello(run, ours, proof))
 
 
 STRANGERS: dict[str, Callable[[Lab, bytes], bytes]] = {
@@ -163,14 +163,14 @@ def test_one_who_is_in_and_sends_nonsense_costs_only_its_own_connection(lab: Lab
     with lab.server(theirs) as (server, port):
         for said in (frame(b"\xc1nonsense"), frame({"type": "drop all"}), struct.pack(">I", MOST_FRAME + 1)):
             line, _ = proven(lab, port)
-            line.send_bytes(memoryview(said), Deadline.within(5))
+            line.send_bytes(memoryview(said), TransferDeadline.within(5))
             with pytest.raises(LostLineError):
-                line.receive(Held, Deadline.within(5))
+                line.receive(Held, TransferDeadline.within(5))
             line.close()
         bad = msgspec.structs.replace(announcement(*copy), checkpoint="../../etc")
         line, _ = proven(lab, port)
-        line.send(Offer(replica=bad, seconds=5.0), Deadline.within(5))
-        answer: Refused = line.receive(Refused, Deadline.within(5))
+        line.send(Offer(replica=bad, seconds=5.0), TransferDeadline.within(5))
+        answer: Refused = line.receive(Refused, TransferDeadline.within(5))
         assert "is not a checkpoint's name" in answer.why
         line.close()
         wait_until(lambda: server.connections == 0, 3, "their threads end")
@@ -184,8 +184,8 @@ def test_an_announcement_that_is_never_followed_by_bytes_leaves_no_record(lab: L
     copy = lab.copy(ours)
     with lab.server(theirs, patience=0.3) as (server, port):
         line, _ = proven(lab, port)
-        line.send(Offer(replica=announcement(*copy), seconds=60.0), Deadline.within(5))
-        assert line.receive(GoOn, Deadline.within(5)) == GoOn(0)
+        line.send(Offer(replica=announcement(*copy), seconds=60.0), TransferDeadline.within(5))
+        assert line.receive(GoOn, TransferDeadline.within(5)) == GoOn(0)
         wait_until(lambda: server.transfers == 0, 3, "it is given up")
         assert theirs.records() == []
         line.close()
@@ -229,7 +229,7 @@ def test_nothing_is_sent_to_a_server_that_does_not_know_the_secret(lab: Lab) -> 
 
     def serve(connection: socket.socket) -> None:
         connection.sendall(frame(Greeting(1, nonce)))
-        hello = heard(connection, Hello)
+        hello = heard(connection, PeerHello)
         # The client's own proof, played back.
         connection.sendall(frame(Welcome(hello.proof, "0" * 12, "fake")))
         connection.recv(1)
@@ -276,7 +276,7 @@ def test_a_peer_that_stalls_mid_transfer_costs_at_most_the_deadline(lab: Lab) ->
 
     def serve(connection: socket.socket) -> None:
         line = Line(connection, "test")
-        deadline = Deadline.within(5)
+        deadline = TransferDeadline.within(5)
         run = lab.control.run_id
         admit(line, run_secret(lab.control), run, place="0" * 12, node="b", deadline=deadline)
         line.receive(Offer, deadline)
@@ -304,7 +304,7 @@ def test_a_server_whose_answer_is_cut_short_fails_the_read(lab: Lab) -> None:
         def serve(connection: socket.socket) -> None:
             with socket.create_connection(("127.0.0.1", port)) as real:
                 connection.sendall(frame(heard(real, Greeting)))
-                real.sendall(frame(heard(connection, Hello)))
+                real.sendall(frame(heard(connection, PeerHello)))
                 connection.sendall(frame(heard(real, Welcome)))
                 real.sendall(connection.recv(4096))
                 connection.sendall(real.recv(next(cuts), socket.MSG_WAITALL))

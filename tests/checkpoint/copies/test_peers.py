@@ -25,10 +25,10 @@ from holdfast.checkpoint.copies.wire import (
     AnnouncedFile,
     Announcement,
     Data,
-    Deadline,
     Held,
     Line,
     Read,
+    TransferDeadline,
     call,
     objection,
 )
@@ -598,7 +598,7 @@ def test_a_reader_that_stalls_holds_its_lease_no_longer_than_the_servers_patienc
     ours = lab.place("a")
     record, files = lab.copy(ours, size=32 * MIB, files=1)
     with lab.server(ours, patience=0.5) as (_, port):
-        deadline = Deadline.within(10)
+        deadline = TransferDeadline.within(10)
         line, _ = call(("127.0.0.1", port), run_secret(lab.control), lab.control.run_id, deadline)
         request = Read(checkpoint=record.checkpoint, path=files[0].path, offset=0, length=32 * MIB)
         line.send(request, deadline)
@@ -615,7 +615,7 @@ def test_what_is_on_its_way_to_a_reader_does_not_change_when_the_image_does(lab:
     data = ours.image(record).read_bytes()
     length = 2 * CHUNK  # less than a connection holds
     with lab.server(ours) as (_, port):
-        deadline = Deadline.within(10)
+        deadline = TransferDeadline.within(10)
         line, _ = call(("127.0.0.1", port), run_secret(lab.control), lab.control.run_id, deadline)
         line.send(Read(checkpoint=record.checkpoint, path=files[0].path, offset=5, length=length), deadline)
         assert isinstance(line.receive(Data, deadline), Data)

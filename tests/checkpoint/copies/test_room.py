@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.layout import Item, Layout, Shard
 from holdfast.checkpoint.format.manifest import CheckpointName
 from holdfast.checkpoint.save.image import digest_image, write_image
 from holdfast.errors import TornSnapshotError
-from holdfast.journal import Line
+from holdfast.journal import JournalLine
 from holdfast.journal.events import SaveCommitted
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lineage import SHELF, commits_of, find_commit, shelve
@@ -109,15 +109,15 @@ def test_without_a_local_interval_no_save_is_local_alone() -> None:
 # --- what it cost -------------------------------------------------------------------------------------------
 
 
-def saves() -> list[Line]:
+def saves() -> list[JournalLine]:
     """Step 2 to the local tier; step 4 there and to the root; step 6 to the root alone."""
 
-    def line(step: int, tier: str, seconds: float, blocked: float) -> Line:
+    def line(step: int, tier: str, seconds: float, blocked: float) -> JournalLine:
         body = SaveCommitted(
             checkpoint=f"step_{step:08d}-0000000{step}", step=step, parent=None, bytes=1, files=1,
             seconds=seconds, blocked_seconds=blocked, tier=tier,
         )  # fmt: skip
-        return Line(v=1, at=float(step), who="writer-0", attempt=1, seq=step, body=body)
+        return JournalLine(v=1, at=float(step), who="writer-0", attempt=1, seq=step, body=body)
 
     return [
         line(2, "local", 0.5, 0.2),

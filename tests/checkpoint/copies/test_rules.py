@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.copies.rules import (
     GLOBAL,
     Assembly,
-    Held,
+    HeldCheckpoint,
     Replication,
     Room,
     assemble,
@@ -253,16 +253,16 @@ GIB = 1024**3
 PLENTY = 1000
 
 
-def held(step: int, nbytes: int = 10, **changes: bool) -> Held:
+def held(step: int, nbytes: int = 10, **changes: bool) -> HeldCheckpoint:
     flags = {"on_line": True, "complete": True, "busy": False} | changes
-    return Held(f"step_{step:08d}-{step:08x}", step, nbytes, **flags)
+    return HeldCheckpoint(f"step_{step:08d}-{step:08x}", step, nbytes, **flags)
 
 
 def steps(room: Room) -> list[int]:
     return [int(checkpoint[5:13]) for checkpoint in room.drop]
 
 
-def room_for(these: list[Held], needed: int = 10, **changes: int) -> Room:
+def room_for(these: list[HeldCheckpoint], needed: int = 10, **changes: int) -> Room:
     return make_room(these, needed=needed, **({"free": PLENTY, "limit": 0, "keep": 2} | changes))
 
 
@@ -375,14 +375,14 @@ ASKED = st.fixed_dictionaries(
 )
 
 
-def fits(these: list[Held], dropped: list[str], asked: dict[str, int]) -> bool:
+def fits(these: list[HeldCheckpoint], dropped: list[str], asked: dict[str, int]) -> bool:
     freed = sum(one.nbytes for one in these if one.checkpoint in dropped)
     used = sum(one.nbytes for one in these) - freed
     in_limit = not asked["limit"] or used + asked["needed"] <= asked["limit"]
     return asked["needed"] <= asked["free"] + freed and in_limit
 
 
-def newest_good(these: list[Held]) -> Held | None:
+def newest_good(these: list[HeldCheckpoint]) -> HeldCheckpoint | None:
     good = [one for one in these if one.on_line and one.complete]
     return max(good, key=lambda one: one.step, default=None)
 
@@ -390,7 +390,7 @@ def newest_good(these: list[Held]) -> Held | None:
 @settings(max_examples=400, deadline=None)
 @given(PLACES, ASKED)
 def test_the_only_good_one_and_what_is_busy_is_never_given_up(
-    these: list[Held], asked: dict[str, int]
+    these: list[HeldCheckpoint], asked: dict[str, int]
 ) -> None:
     room = make_room(these, **asked)
     by_name = {one.checkpoint: one for one in these}
@@ -404,7 +404,7 @@ def test_the_only_good_one_and_what_is_busy_is_never_given_up(
 @settings(max_examples=400, deadline=None)
 @given(PLACES, ASKED)
 def test_what_is_given_up_suffices_and_if_it_cannot_nothing_goes_in_vain(
-    these: list[Held], asked: dict[str, int]
+    these: list[HeldCheckpoint], asked: dict[str, int]
 ) -> None:
     room = make_room(these, **asked)
     assert room.fits == fits(these, room.drop, asked)
@@ -420,7 +420,7 @@ def test_what_is_given_up_suffices_and_if_it_cannot_nothing_goes_in_vain(
 @settings(max_examples=400, deadline=None)
 @given(PLACES, ASKED)
 def test_no_more_goes_than_must_and_nothing_newer_before_something_older(
-    these: list[Held], asked: dict[str, int]
+    these: list[HeldCheckpoint], asked: dict[str, int]
 ) -> None:
     room = make_room(these, **asked)
     best = newest_good(these)
@@ -443,7 +443,7 @@ def test_no_more_goes_than_must_and_nothing_newer_before_something_older(
 
 @given(PLACES, ASKED, st.randoms())
 def test_the_same_place_gives_up_the_same_in_whatever_order_it_was_listed(
-    these: list[Held], asked: dict[str, int], random: Any
+    these: list[HeldCheckpoint], asked: dict[str, int], random: Any
 ) -> None:
     room = make_room(these, **asked)
     shuffled = list(these)

@@ -22,7 +22,7 @@ from holdfast.checkpoint.save.device import (
     InFlight,
     Mark,
     Owned,
-    Piece,
+    TensorPiece,
     copy_within,
     pin,
     prefault,
@@ -356,12 +356,18 @@ def test_a_copy_that_never_ends_is_reported_and_not_waited_for_for_ever() -> Non
 def test_pieces_that_do_not_fit_the_buffer_are_refused() -> None:
     stager = DeviceStager(lane=SimulatedLane)
     tensor = torch.zeros(4)
-    for piece in (Piece(tensor, 0, 15), Piece(tensor, 9, 16, "weight"), Piece(tensor, -1, 16)):
+    for piece in (
+        TensorPiece(tensor, 0, 15),
+        TensorPiece(tensor, 9, 16, "weight"),
+        TensorPiece(tensor, -1, 16),
+    ):
         with pytest.raises(UsageError, match="was to be staged"):
             stager.begin([piece], torch.zeros(24, dtype=torch.uint8), "block")
     with pytest.raises(UsageError, match="overlap: one ends at 16, the next begins at 12"):
         stager.begin(
-            [Piece(tensor, 12, 16), Piece(tensor, 0, 16)], torch.zeros(28, dtype=torch.uint8), "block"
+            [TensorPiece(tensor, 12, 16), TensorPiece(tensor, 0, 16)],
+            torch.zeros(28, dtype=torch.uint8),
+            "block",
         )
     with pytest.raises(UsageError, match="flat uint8"):
         stager.begin([], torch.zeros(4), "block")
@@ -383,7 +389,7 @@ def test_what_optimizers_own_is_known_through_views_and_not_guessed() -> None:
     assert owned.owner(parameter.detach()) is parameter
     assert owned.owner(parameter.detach()[:3]) is None
     assert owned.owner(other) is None
-    assert owned.nbytes([Piece(parameter, 0, 24), Piece(other, 24, 24)]) == 24
+    assert owned.nbytes([TensorPiece(parameter, 0, 24), TensorPiece(other, 24, 24)]) == 24
 
 
 def test_done_may_be_asked_from_another_thread() -> None:

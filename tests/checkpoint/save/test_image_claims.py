@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.format import fingerprint
 from holdfast.checkpoint.format.layout import Item, Layout, Shard
 from holdfast.checkpoint.save import image
-from holdfast.checkpoint.save.image import Claims, Run
+from holdfast.checkpoint.save.image import Claims, ItemRun
 from holdfast.errors import TornSnapshotError
 from kit.harness import wait_until
 
@@ -35,13 +35,13 @@ def test_each_run_is_given_out_once_in_whatever_order_they_are_asked_for(
     runs: list[int], turns: list[int]
 ) -> None:
     led: dict[int, int] = {}
-    given_out: list[Run] = []
+    given_out: list[ItemRun] = []
     with Claims(runs, forks=False) as claims:
 
         def lead_on(shard: int) -> bool:
             if not claims.next_run(shard):
                 return False
-            given_out.append(Run(shard, led[shard]))
+            given_out.append(ItemRun(shard, led[shard]))
             led[shard] += 1
             return True
 
@@ -59,14 +59,16 @@ def test_each_run_is_given_out_once_in_whatever_order_they_are_asked_for(
                 assert led[shard] <= runs[shard]
         assert claims.help() is None
     assert list(led) == list(range(len(runs)))
-    assert sorted(given_out) == [Run(shard, at) for shard, count in enumerate(runs) for at in range(count)]
+    assert sorted(given_out) == [
+        ItemRun(shard, at) for shard, count in enumerate(runs) for at in range(count)
+    ]
 
 
 def test_helpers_take_what_a_leader_would_come_to_last_where_most_is_left() -> None:
     with Claims([2, 4], forks=False) as claims:
         assert claims.lead() == 0
         assert claims.next_run(0)
-        assert [claims.help() for _ in range(3)] == [Run(1, 3), Run(1, 2), Run(1, 1)]
+        assert [claims.help() for _ in range(3)] == [ItemRun(1, 3), ItemRun(1, 2), ItemRun(1, 1)]
 
 
 def test_nothing_is_given_out_once_somebody_has_failed() -> None:
@@ -128,13 +130,13 @@ def test_a_fork_that_dies_in_the_middle_of_a_claim_holds_nobody_up() -> None:
         assert answer(pid, reading) == ""
 
 
-def everything(claims: Claims) -> list[Run]:
+def everything(claims: Claims) -> list[ItemRun]:
     """What a worker is given, as it leads and then helps."""
     found = []
     while (shard := claims.lead()) is not None:
         at = 0
         while at < 100 and claims.next_run(shard):
-            found.append(Run(shard, at))
+            found.append(ItemRun(shard, at))
             at += 1
     while len(found) < 100 and (run := claims.help()) is not None:
         found.append(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.drill import compare
-from holdfast.journal import Event, Line
+from holdfast.journal import Event, JournalLine
 from holdfast.journal.events import Resumed, StepsDone
 from holdfast.journal.reader import JournalReader
 from kit.commands import command
@@ -41,7 +41,7 @@ class SlurmRun:
         self.run_dir = cwd / name
         self.job = ""
         self.ranks = RANKS
-        self.lines: list[Line] = []
+        self.lines: list[JournalLine] = []
         self._reader = JournalReader(self.run_dir / "journal")
 
     def submit(
@@ -65,7 +65,7 @@ class SlurmRun:
         self.job = self.cluster.sbatch(script, *flags, cwd=self.cwd)
         return self.job
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[JournalLine]:
         self.lines.extend(self._reader.poll())
         return self.lines
 

@@ -23,7 +23,7 @@ import holdfast
 from holdfast.base.scope import Scope
 from holdfast.config import sources
 from holdfast.restart.conductor import Conductor, Denied, Granted, Restart
-from holdfast.restart.entry import Handed
+from holdfast.restart.entry import KeeperHandover
 from holdfast.restart.keeper import Keeper
 from holdfast.restart.keeper_process import Memory
 from holdfast.restart.messages import PREFIX
@@ -144,7 +144,9 @@ def members(
         )
         assert isinstance(started, Members)
         started.keeper, started.conductor = keeper, conductor
-        told = Handed(host="127.0.0.1", port=store.port, keeper=keeper.path, members=count, node="here")
+        told = KeeperHandover(
+            host="127.0.0.1", port=store.port, keeper=keeper.path, members=count, node="here"
+        )
         partial = handed.with_suffix(".part")
         partial.write_text(told.to_environment()["HOLDFAST_RESTART"])
         partial.rename(handed)

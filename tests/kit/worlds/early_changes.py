@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint.format import fingerprint
-from holdfast.checkpoint.save.device import InFlight, Owned, Piece
+from holdfast.checkpoint.save.device import InFlight, Owned, TensorPiece
 
 Outcome = Literal["exact", "torn", "seen", "silently wrong"]
 """seen: the bytes are wrong, `torn` does not know it, and the fingerprints do."""
@@ -197,11 +197,11 @@ TRAININGS = [
 ]
 
 
-def lay_out(state: dict[str, torch.Tensor]) -> tuple[list[Piece], int]:
+def lay_out(state: dict[str, torch.Tensor]) -> tuple[list[TensorPiece], int]:
     """Pieces with gaps of odd sizes between them, and how large a buffer they need."""
     pieces, offset = [], 3
     for name, tensor in state.items():
-        pieces.append(Piece(tensor, offset, tensor.nbytes, name))
+        pieces.append(TensorPiece(tensor, offset, tensor.nbytes, name))
         offset += tensor.nbytes + 5
     return pieces, offset
 
@@ -211,7 +211,9 @@ def content(tensor: torch.Tensor) -> bytes:
     return plain.view(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
-def outcome(flight: InFlight, pieces: list[Piece], buffer: torch.Tensor, wanted: list[bytes]) -> Outcome:
+def outcome(
+    flight: InFlight, pieces: list[TensorPiece], buffer: torch.Tensor, wanted: list[bytes]
+) -> Outcome:
     """What became of a snapshot that is done."""
     staged = [buffer[piece.offset : piece.offset + piece.nbytes].numpy().tobytes() for piece in pieces]
     prints = flight.fingerprints()

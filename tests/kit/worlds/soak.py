@@ -23,8 +23,8 @@ from pathlib import Path
 from holdfast.checkpoint.copies.tier import places_under
 from holdfast.drill.faults import FaultError, flip_in_checkpoint
 from holdfast.errors import ExitCode
-from holdfast.journal import Line
-from holdfast.journal.events import AttemptStarted, Decision, SaveCommitted, WorkersStarted
+from holdfast.journal import JournalLine
+from holdfast.journal.events import AttemptStarted, DecisionMade, SaveCommitted, WorkersStarted
 from holdfast.journal.reader import JournalReader
 from kit.harness import REPO, Job, finish, holdfast, wait_until
 from kit.nodes.machines import fill, hung_mount
@@ -130,7 +130,7 @@ class Soak:
         meanwhile = int(BAD_STORAGE / PACE) * sum(kind in ON_STORAGE for kind in self._chosen)
         self.steps = (STEPS_PER_FAULT * faults + meanwhile) // INTERVAL * INTERVAL + 4 * INTERVAL
         self._agents: dict[str, Job] = {}
-        self._lines: list[Line] = []
+        self._lines: list[JournalLine] = []
         self._reader = JournalReader(cwd / "run" / "journal")
         self._tmp = cwd / "tmp"
         self._orders = cwd / "orders"
@@ -172,7 +172,7 @@ class Soak:
         numbers = {line.attempt for line in self._lines if isinstance(line.body, AttemptStarted)}
         self.report.attempts = len(numbers)
         self.report.seconds = time.monotonic() - began
-        decided = [line.body for line in self._lines if isinstance(line.body, Decision)]
+        decided = [line.body for line in self._lines if isinstance(line.body, DecisionMade)]
         told = [text for one in decided if one.about == "resume" for text in one.evidence]
         self.report.from_memory = sum(bool(re.search("[1-9][0-9]* of .* on the node", text)) for text in told)
         left_over = [path.name for path in self._tmp.iterdir() if path.name.startswith("holdfast")]

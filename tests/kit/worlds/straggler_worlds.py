@@ -14,10 +14,10 @@ from holdfast.train.stragglers.scores import (
     COMPUTE,
     INPUT,
     OTHER,
-    Judge,
-    Limits,
     RankTimes,
+    ScoreLimits,
     StragglerFinding,
+    StragglerJudge,
     summarise,
 )
 
@@ -100,8 +100,8 @@ class World:
             found.append(RankTimes(rank=rank, node=node, steps=len(steps), noise=noise, sections=sections))
         return found
 
-    def run(self, limits: Limits | None = None) -> World:
-        judge = Judge(limits or Limits())
+    def run(self, limits: ScoreLimits | None = None) -> World:
+        judge = StragglerJudge(limits or ScoreLimits())
         self.findings = [judge.judge(self.report(number)) for number in range(self.reports)]
         return self
 

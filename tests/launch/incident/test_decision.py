@@ -221,7 +221,7 @@ def test_records_that_cannot_be_read_for_a_while_are_no_reason_to_go_on(
     monkeypatch.setattr(decision, "PAUSE_POLL", 0.01)
     real, looks = decision.paused, 0
 
-    def flaky(control: ControlDirectory) -> operator.Request | None:
+    def flaky(control: ControlDirectory) -> operator.OperatorRequest | None:
         nonlocal looks
         looks += 1
         if looks in (3, 4, 5):

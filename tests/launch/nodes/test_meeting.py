@@ -141,7 +141,7 @@ def test_what_a_stranger_writes_is_ignored_and_what_it_overwrites_is_written_aga
         assert not agent.handler.lost
     one.handler.finish(5, "done")
     stranger.set(key, GARBAGE[0])
-    assert one.handler.over() == placement.Over(code=5, why="done")
+    assert one.handler.over() == placement.RunOver(code=5, why="done")
     assert len([text for text in one.said if "is ignored" in text]) == 1
     for node in (one, other):
         node.handler.shutdown()

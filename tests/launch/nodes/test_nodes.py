@@ -36,7 +36,7 @@ def test_a_killed_agent_is_noticed_at_once_and_the_others_go_on(tmp_path: Path) 
         assert time.monotonic() - killed < 30, "did not wait for the last call again"
         finish_all(group, leader)
     assert outcomes(tmp_path) == ["failed", "finished"]
-    (decision,) = journalled(tmp_path, events.Decision)
+    (decision,) = journalled(tmp_path, events.DecisionMade)
     assert (decision.chosen, decision.details["cause"]) == ("shrink", "infrastructure")
     assert f"node {other} was lost: its connection was closed" in " ".join(decision.evidence)
     started = journalled(tmp_path, events.AttemptStarted)
@@ -54,7 +54,7 @@ def test_a_node_that_is_told_to_stop_leaves_and_the_others_go_on(tmp_path: Path)
         finish_all(group, other, ExitCode.STOPPED_UNSAVED)  # its script has no Run that could save
         finish_all(group, leader)
     assert outcomes(tmp_path) == ["stopped", "finished"]
-    assert not journalled(tmp_path, events.Decision), "nothing failed, so there was nothing to decide"
+    assert not journalled(tmp_path, events.DecisionMade), "nothing failed, so there was nothing to decide"
     started = journalled(tmp_path, events.AttemptStarted)
     assert [(one.nodes, one.world_size) for one in started] == [(2, 2), (1, 1)]
     run = ControlDirectory.open(tmp_path / "run")
@@ -72,7 +72,7 @@ def test_a_stopped_agent_is_lost_after_its_timeout(tmp_path: Path) -> None:
         group.agents[other].signal(signal.SIGSTOP)
         group.wait_for_workers(2, 1)
         finish_all(group, leader)
-        (decision,) = journalled(tmp_path, events.Decision)
+        (decision,) = journalled(tmp_path, events.DecisionMade)
         assert f"node {other} was lost: nothing was heard from it for" in " ".join(decision.evidence)
         group.agents[other].signal(signal.SIGCONT)
         group.agents[other].wait(60)  # with whatever code: the run is over, and it must not hang
@@ -116,7 +116,7 @@ def test_a_node_on_which_the_script_cannot_import_is_replaced_and_does_not_end_t
         (tmp_path / "go").touch()
         finish_all(group, "a c")
         group.agents["b"].wait(60)
-    first, second = journalled(tmp_path, events.Decision)
+    first, second = journalled(tmp_path, events.DecisionMade)
     assert (first.chosen, second.chosen) == ("restart", "exclude"), "in the same place first"
     assert [one["node"] for one in second.details["excluded"]] == ["b"]
     assert first.details["cause"] == second.details["cause"] == "unknown"
@@ -145,7 +145,7 @@ def test_the_loss_of_the_leader_is_decided_by_the_next_one(tmp_path: Path) -> No
         group.agents[leader].signal(signal.SIGKILL)
         group.wait_for_workers(2, 1)
         finish_all(group, other)
-    (decision,) = journalled(tmp_path, events.Decision)
+    (decision,) = journalled(tmp_path, events.DecisionMade)
     assert "the leading node was lost before it could decide" in decision.evidence
     assert outcomes(tmp_path) == ["failed", "finished"]
 
@@ -283,6 +283,6 @@ def test_a_node_that_is_cut_off_ends_itself_and_the_others_go_on(tmp_path: Path,
         assert ended.code in (ExitCode.STORE_LOST, ExitCode.LEASE_LOST), ended.text
         wait_until(lambda: not group.agents["b"].processes(), 10, "nothing of the cut-off node is left")
     assert outcomes(tmp_path) == ["failed", "finished"]
-    assert len(journalled(tmp_path, events.Decision)) == 1
+    assert len(journalled(tmp_path, events.DecisionMade)) == 1
     last = journalled(tmp_path, events.AttemptStarted)[-1]
     assert (last.nodes, last.world_size) == (1, 1)

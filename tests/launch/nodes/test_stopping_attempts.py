@@ -26,7 +26,7 @@ from holdfast.launch.incident import hang as rolls
 from holdfast.launch.incident import supervision
 from holdfast.launch.incident.supervision import StorageDoubt, Vigil
 from holdfast.launch.monitor import Overdue
-from holdfast.launch.nodes.attempt import Announcement, Attempt, Notice, Place
+from holdfast.launch.nodes.attempt import Attempt, AttemptAnnouncement, Notice, RoundPlace
 from holdfast.launch.stops import Stopping
 from holdfast.policy.timeouts import Limits, OpenSection
 from holdfast.record.directory import ControlDirectory
@@ -90,11 +90,11 @@ def nodes(home: Path, count: int, job: SlurmJob | None = None) -> Iterator[list[
     """Agents of one attempt, the leading one first."""
     control, _ = ControlDirectory.open_or_create(home / "run")
     store = HashStore()
-    told = Announcement(run=control.run_id, attempt=1, epoch=1)
+    told = AttemptAnnouncement(run=control.run_id, attempt=1, epoch=1)
     with contextlib.ExitStack() as stack:
         found = []
         for rank in range(count):
-            place = Place(node=f"n{rank}", group_rank=rank, nodes=count, world_size=count)
+            place = RoundPlace(node=f"n{rank}", group_rank=rank, nodes=count, world_size=count)
             sealed = SealedStore(store, run_secret(control), control.run_id, "round")
             attempt = Attempt(control, place, "launch", told, sealed)
             stack.callback(attempt.close)

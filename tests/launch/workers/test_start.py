@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from holdfast.launch.workers import start
 from holdfast.launch.workers.forked_worker import processors_matter
 from holdfast.launch.workers.preload import REPLACEMENTS, PreloadedParent, guess
-from holdfast.launch.workers.start import Started, Starter
+from holdfast.launch.workers.start import StartedWorkers, Starter
 from kit.harness import REPO, await_child, finish, holdfast, wait_until
 from kit.ranks.forking import DEADLINE, without_torch
 
@@ -261,9 +261,9 @@ class Stage:
         self.starter = Starter(say=self.said.append, notes=cwd)
         self.specs = DefaultLogsSpecs(log_dir=str(cwd / "logs"), redirects=Std.ALL)
         self.attempts = 0
-        self.running: list[Started] = []
+        self.running: list[StartedWorkers] = []
 
-    def start(self, extra: dict[str, str] | None = None, numa: object = None) -> Started:
+    def start(self, extra: dict[str, str] | None = None, numa: object = None) -> StartedWorkers:
         """A new attempt of two workers, after the last one has been ended."""
         self.stop()
         base = {"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": str(self.attempts)}

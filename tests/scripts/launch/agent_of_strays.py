@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.launch.workers.orphans import Keeper, Orphans, Workers
+from holdfast.launch.workers.orphans import OrphanKeeper, Orphans, Workers
 from holdfast.process import proc
 from holdfast.process.guard import guarded
 
@@ -33,7 +33,7 @@ def main(place: Path, how: str, outlive: float, commands: list[str]) -> None:
     orphans = Orphans(outlive)
     assert orphans.become_reaper()
     if how == "keeper":
-        orphans.own(Keeper(outlive).start())
+        orphans.own(OrphanKeeper(outlive).start())
     started = [
         subprocess.Popen(guarded(["sh", "-c", command]), start_new_session=True, cwd=place)
         for command in commands

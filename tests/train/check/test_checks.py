@@ -23,11 +23,11 @@ from holdfast.policy.results import (
     ENOUGH,
     MEMORY,
     WINDOW,
+    AcceptedLosses,
     Act,
     CheckRules,
     Count,
     Policy,
-    Seen,
     judge,
     not_finite,
     outlier_bar,
@@ -42,15 +42,15 @@ BOTH = CheckRules(spike=10.0, outlier=12.0)
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 
 
-def seen(*losses: float) -> Seen:
-    found = Seen()
+def seen(*losses: float) -> AcceptedLosses:
+    found = AcceptedLosses()
     found.add_all(losses)
     return found
 
 
 def alarms(losses: list[float], rules: CheckRules) -> list[tuple[int, list[str]]]:
     """Every alarm along a curve, in which honest values are accepted whatever the checks say."""
-    before = Seen()
+    before = AcceptedLosses()
     found = []
     for step, loss in enumerate(losses):
         if reasons := judge(loss, rules, before):
@@ -65,7 +65,7 @@ def alarms(losses: list[float], rules: CheckRules) -> list[tuple[int, list[str]]
 @pytest.mark.parametrize(("loss", "kind"), [(NAN, "NaN"), (INF, "+Inf"), (-INF, "-Inf")])
 def test_a_loss_that_is_no_number_is_rejected_from_the_first_one_on(loss: float, kind: str) -> None:
     """D2."""
-    assert judge(loss, CheckRules(), Seen()) == [f"the loss is {kind}"]
+    assert judge(loss, CheckRules(), AcceptedLosses()) == [f"the loss is {kind}"]
     assert judge(loss, CheckRules(nan=False, spike=2.0, outlier=2.0), seen(*[1.0] * 99)) == []
 
 
@@ -135,7 +135,7 @@ def test_what_is_judged_leaves_what_was_seen_as_it_is(losses: list[float], loss:
 @given(st.lists(FLOATS, max_size=300), FLOATS)
 def test_a_restored_history_judges_as_the_one_that_was_saved(losses: list[float], loss: float) -> None:
     """From the first step after a resume on."""
-    before, after = seen(*losses), Seen()
+    before, after = seen(*losses), AcceptedLosses()
     after.load_state_dict(before.state_dict())
     assert judge(loss, BOTH, after) == judge(loss, BOTH, before)
 

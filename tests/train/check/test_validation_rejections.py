@@ -21,7 +21,7 @@ import torch
 import holdfast
 from holdfast.checkpoint.format.structure import verify
 from holdfast.errors import ExitCode
-from holdfast.journal.events import Decision, StepRejected, Verdict, Warned
+from holdfast.journal.events import DecisionMade, StepRejected, Verdict, Warned
 from holdfast.policy.results import How, Kind, Orders, RankResult, Rejection, Rerun, Trial, Window
 from holdfast.policy.results import Place as Device
 from holdfast.record import operator
@@ -345,7 +345,7 @@ def test_plain_starts_vary_the_rung_and_are_then_refused_with_the_verdict(tmp_pa
     assert len(diagnostics(place)) == 1, "one, however often the step is come to"
     book = StandingBook(place.control)
     assert book.of(steps[1][0]) is Standing.ACQUITTED, "the lower rung failed at the same step"
-    decided = [one.chosen for one in place.events(Decision) if one.about == "recovery"]
+    decided = [one.chosen for one in place.events(DecisionMade) if one.about == "recovery"]
     assert decided == ["restart", "lower_rung"], "then the ranks knew, and the policy ended it"
 
     operator.reset_budget(place.control, "the data were mended", "me")
@@ -431,7 +431,7 @@ def test_devices_that_were_asked_for_before_the_run_was_made_stay_and_that_is_sa
         settings=injected("persistent_error", ranks="0", checkpoint_interval=0, validation_nan_policy="raise")
     )
     assert [place.train(training, devices="0,1")[0].code for _ in range(3)] == [16, 17, 17]
-    told = next(one for one in place.events(Decision) if one.about == "recovery")
+    told = next(one for one in place.events(DecisionMade) if one.about == "recovery")
     assert "no rank can move: CUDA was in use before the run was made" in told.evidence
     assert {read_attempt(place.control, number).rotation for number in (1, 2)} == {0}
 

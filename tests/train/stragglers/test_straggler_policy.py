@@ -14,12 +14,12 @@ from holdfast.train.stragglers.scores import (
     ENOUGH_STEPS,
     INPUT,
     OTHER,
-    Judge,
-    Kind,
-    Limits,
     RankTimes,
+    ScoreKind,
+    ScoreLimits,
     Span,
     StragglerFinding,
+    StragglerJudge,
     summarise,
 )
 from kit.worlds.straggler_worlds import FAULTS, World
@@ -45,8 +45,8 @@ def waited(works: list[dict[str, float]], *, hidden: bool, node: str = "n0") -> 
     return found
 
 
-def judged(reports: list[list[RankTimes]], limits: Limits | None = None) -> StragglerFinding:
-    judge = Judge(limits or Limits())
+def judged(reports: list[list[RankTimes]], limits: ScoreLimits | None = None) -> StragglerFinding:
+    judge = StragglerJudge(limits or ScoreLimits())
     return [judge.judge(report) for report in reports][-1]
 
 
@@ -140,13 +140,13 @@ def test_the_victims_of_a_late_rank_are_not_slower_than_before(slow: int, hidden
     found = judged([waited([dict(usual)] * 5, hidden=hidden)] * 3 + [waited(works, hidden=hidden)] * 3)
     assert {one.rank for one in found.named} <= {slow}
     if not hidden:
-        assert [(one.rank, one.kind) for one in found.named] == [(slow, Kind.INPUT)]
+        assert [(one.rank, one.kind) for one in found.named] == [(slow, ScoreKind.INPUT)]
 
 
 def test_a_rank_is_named_for_two_of_three_reports_and_told_once() -> None:
     well = [times(rank, compute=0.05) for rank in range(4)]
     slow = [*well[:3], times(3, compute=0.1)]
-    judge = Judge(Limits())
+    judge = StragglerJudge(ScoreLimits())
     seen = [judge.judge(report) for report in (well, slow, well, slow, slow, well, well, slow, slow)]
     assert [[one.rank for one in found.named] for found in seen] == [[], [], [], [3], [3], [], [], [], [3]]
     assert [[one.rank for one in found.fresh] for found in seen] == [[], [], [], [3], [], [], [], [], [3]]
@@ -155,13 +155,13 @@ def test_a_rank_is_named_for_two_of_three_reports_and_told_once() -> None:
 @pytest.mark.parametrize(
     ("sections", "kind"),
     [
-        ({"compute": 0.1}, Kind.COMPUTE),
-        ({"input": 0.06}, Kind.INPUT),
-        ({"augment": 0.06}, Kind.SECTION),
-        ({"other": 0.06}, Kind.OTHER),
+        ({"compute": 0.1}, ScoreKind.COMPUTE),
+        ({"input": 0.06}, ScoreKind.INPUT),
+        ({"augment": 0.06}, ScoreKind.SECTION),
+        ({"other": 0.06}, ScoreKind.OTHER),
     ],
 )
-def test_what_is_slow_is_said(sections: dict[str, float], kind: Kind) -> None:
+def test_what_is_slow_is_said(sections: dict[str, float], kind: ScoreKind) -> None:
     usual = {"input": 0.005, "compute": 0.04, "augment": 0.01, "other": 0.005}
     report = [times(rank, **usual) for rank in range(3)]
     report.append(times(3, **{**usual, **sections}))
@@ -173,7 +173,7 @@ def test_what_is_slow_is_said(sections: dict[str, float], kind: Kind) -> None:
 def test_a_whole_node_is_named_as_one() -> None:
     report = [times(rank, node=f"n{rank // 4}", compute=0.1 if rank // 4 == 1 else 0.05) for rank in range(8)]
     (named,) = judged([report] * 2).named
-    assert (named.kind, named.rank, named.node, named.section) == (Kind.NODE, None, "n1", COMPUTE)
+    assert (named.kind, named.rank, named.node, named.section) == (ScoreKind.NODE, None, "n1", COMPUTE)
     assert named.describe().startswith("node n1 is slow in compute")
 
 
@@ -186,7 +186,7 @@ def test_a_rank_alone_is_compared_with_its_own_best() -> None:
     well, slow = [times(0, compute=0.05)], [times(0, compute=0.1)]
     found = judged([well, well, slow, slow])
     assert [(one.rank, one.individual) for one in found.named] == [(0, 0.5)]
-    assert judged([well, well, slow, slow], Limits(individual=None)).named == []
+    assert judged([well, well, slow, slow], ScoreLimits(individual=None)).named == []
 
 
 def test_more_cpu_time_names_a_rank_whose_waiting_cannot_be_told_from_work() -> None:

@@ -25,7 +25,7 @@ from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence, claim
 from holdfast.train.membership import Membership
 from holdfast.train.stragglers.reports import Actions, Stragglers, make_stragglers
-from holdfast.train.stragglers.scores import COMPUTE, Kind, Named, StragglerFinding
+from holdfast.train.stragglers.scores import COMPUTE, Named, ScoreKind, StragglerFinding
 from kit.ranks.together import LIMIT, together
 
 STEPS = 40
@@ -155,7 +155,7 @@ def test_of_several_named_at_once_one_is_excluded_and_the_journal_says_so_of_no_
         return "nothing can take its place" if named.key in refused else ""
 
     def named(rank: int | None, share: float) -> Named:
-        kind = Kind.NODE if rank is None else Kind.COMPUTE
+        kind = ScoreKind.NODE if rank is None else ScoreKind.COMPUTE
         return Named(kind=kind, section=COMPUTE, rank=rank, node="n0", relative=0.5, share=share)
 
     fresh = [named(1, 0.5), named(2, 0.9), named(None, 0.3)]

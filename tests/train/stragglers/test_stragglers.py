@@ -29,7 +29,7 @@ from holdfast.record.lease import Fence, claim
 from holdfast.record.operator import excluded
 from holdfast.train.membership import Membership
 from holdfast.train.stragglers.reports import Actions, Stragglers, make_stragglers, other_detector
-from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER, Kind, Named
+from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER, Named, ScoreKind
 from kit.harness import REPO, Result, finish
 from kit.harness import holdfast as command_of
 from kit.ranks.straggling import train
@@ -152,7 +152,7 @@ def test_a_new_launch_may_ask_for_a_place_again_and_the_same_one_does_not(tmp_pa
     settings = load(
         keywords={"run_dir": str(tmp_path / "run"), "straggler_exclude_if_detected": True}
     ).settings
-    named = Named(kind=Kind.COMPUTE, section=COMPUTE, rank=1, node="n0", device="1", share=0.5)
+    named = Named(kind=ScoreKind.COMPUTE, section=COMPUTE, rank=1, node="n0", device="1", share=0.5)
     seen = []
     for launch in ("one", "one", "two"):
         number = begin_attempt(control, fence, launch, 1).number

@@ -161,7 +161,7 @@ def first_of(rows: Iterable[RungOutlook], *verdicts: str) -> RungOutlook | None:
 # --- the walk -----------------------------------------------------------------------------------------------
 
 
-class Look(NamedTuple, Generic[T]):
+class RungLook(NamedTuple, Generic[T]):
     """What was found at a rung."""
 
     row: RungOutlook
@@ -187,7 +187,7 @@ class Walk(Generic[T]):
 
 def walk_down(
     rungs: Sequence[Rung],
-    look: Callable[[Rung], Look[T]],
+    look: Callable[[Rung], RungLook[T]],
     refused: Callable[[RungOutlook, list[str]], None] | None = None,
 ) -> Walk[T]:
     """Look at one rung after another until one would be used; what is below that one is not looked at.
@@ -701,7 +701,7 @@ def write_down(
             )
         )
     journal.write(
-        events.Decision(
+        events.DecisionMade(
             about="recovery",
             chosen=decision.action,
             evidence=[*decision.evidence, decision.reason],

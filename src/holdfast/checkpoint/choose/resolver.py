@@ -30,8 +30,8 @@ from holdfast.checkpoint.choose.ladder import (
     REFUSED_STANDINGS,
     USED,
     Ladder,
-    Look,
     Rung,
+    RungLook,
     RungOutlook,
     first_of,
     look_at,
@@ -353,7 +353,7 @@ class _Resolver:
         path = str(rung.under(self._root.path))
         return RungOutlook(name=rung.name, step=rung.step, verdict=LOWER, path=path)
 
-    def _judge(self, rung: Rung, recorded: Mapping[str, str]) -> Look[Manifest]:
+    def _judge(self, rung: Rung, recorded: Mapping[str, str]) -> RungLook[Manifest]:
         path, manifest, reasons = self._look(rung)
         in_local = not rung.path and rung.name in recorded
         where: str | None = str(path)
@@ -373,7 +373,7 @@ class _Resolver:
         if not in_local and (why := removed(path, self._control) or removed(path)):
             self._removed.add(rung.name)
             row = RungOutlook(name=rung.name, step=rung.step, verdict=NO_RUNG, reasons=[why])
-            return Look(row, of_bytes=False)
+            return RungLook(row, of_bytes=False)
         verdict = LOCAL if in_local else BAD
         if in_local and not path.is_dir():
             where, reasons = None, []
@@ -388,11 +388,11 @@ class _Resolver:
             tier=tier,
             world=ranks,
         )
-        return Look(row)
+        return RungLook(row)
 
     def _used(
         self, rung: Rung, manifest: Manifest | None, where: str | None, tier: str, notes: list[str]
-    ) -> Look[Manifest]:
+    ) -> RungLook[Manifest]:
         row = RungOutlook(
             name=rung.name,
             step=rung.step,
@@ -403,7 +403,7 @@ class _Resolver:
             world=manifest.world.size if manifest is not None else None,
             bytes=sum(entry.size for entry in manifest.files) if manifest is not None else 0,
         )
-        return Look(row, manifest)
+        return RungLook(row, manifest)
 
     def _finished(self, row: RungOutlook, recorded: Mapping[str, str]) -> RungOutlook:
         """With what is the same for all of them, and safe to print."""
@@ -519,14 +519,14 @@ def resolve_plain(directory: Path, *, quick: bool = False, progress: Progress | 
     )
 
 
-def _judge_plain(rung: Rung, *, quick: bool, progress: Progress | None) -> Look[Inspection]:
+def _judge_plain(rung: Rung, *, quick: bool, progress: Progress | None) -> RungLook[Inspection]:
     path = Path(rung.path)
     if judged := _recorded_beside(path):
-        return Look(_plain_row(path, BAD, judged), of_bytes=False)
+        return RungLook(_plain_row(path, BAD, judged), of_bytes=False)
     inspection, notes = inspect(path, quick=quick, progress=progress)
     if inspection.problems:
-        return Look(_plain_row(path, BAD, [str(one) for one in inspection.problems]))
-    return Look(_plain_row(path, USED, notes, inspection), inspection)
+        return RungLook(_plain_row(path, BAD, [str(one) for one in inspection.problems]))
+    return RungLook(_plain_row(path, USED, notes, inspection), inspection)
 
 
 def _recorded_beside(path: Path) -> list[str]:

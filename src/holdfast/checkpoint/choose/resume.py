@@ -32,8 +32,8 @@ from holdfast.checkpoint.choose.ladder import (
     PROBE_SIZE,
     USED,
     Ladder,
-    Look,
     Rung,
+    RungLook,
     RungOutlook,
     look_at,
     refuse_named,
@@ -65,7 +65,7 @@ from holdfast.health import try_storage
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import (
     CopyFetched,
-    Decision,
+    DecisionMade,
     RejectedOption,
     Resumed,
     RungRejected,
@@ -114,7 +114,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """With `assembly`: where the global tier has the checkpoint, if it has."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     """Why this rank cannot use the rung's bytes; another rung may do."""
     unfit: str = ""
@@ -263,12 +263,14 @@ class Resumer:
             return self._fix(number, None, rejected, resume_from), None
         refusal = self._refusal(ladder, rejected, resume_from)
         self._journal.write(
-            Decision(about="resume", chosen="refused", evidence=[refusal.splitlines()[0]], rejected=rejected)
+            DecisionMade(
+                about="resume", chosen="refused", evidence=[refusal.splitlines()[0]], rejected=rejected
+            )
         )
         self._propose(Proposal(rung=None, refusal=refusal))
         raise NoValidRungError(refusal)
 
-    def _look_at(self, rung: Rung, resume_from: str) -> Look[tuple[int, Rung, LoadedState]]:
+    def _look_at(self, rung: Rung, resume_from: str) -> RungLook[tuple[int, Rung, LoadedState]]:
         """Have all ranks load it: the number of the proposal that they could, and this rank's state."""
         problems: list[str] = []
         self._bad_copies = []
@@ -288,13 +290,13 @@ class Resumer:
                 if not found and state is not None:
                     self.taken = offer
                     row = RungOutlook(name=rung.name, step=rung.step, verdict=USED)
-                    return Look(row, (number, rung, state))
+                    return RungLook(row, (number, rung, state))
                 self._conclude(number, Conclusion(go_on=True))
                 problems += found + self._find_bad_copies(offer)
             why_not = self._fetcher.fetch(rung, problems)
             if why_not is not None:
                 reasons = problems + why_not
-                return Look(RungOutlook(name=rung.name, step=rung.step, verdict=BAD, reasons=reasons))
+                return RungLook(RungOutlook(name=rung.name, step=rung.step, verdict=BAD, reasons=reasons))
 
     def _refuse(self, row: RungOutlook, bad: list[str]) -> None:
         assert row.step is not None
@@ -393,7 +395,7 @@ class Resumer:
         for problem in book.publish_all(self._fence, map(str, self._root.names())):
             self._journal.write(Warned(message=problem))
 
-    def _gather(self, number: int, mine: Answer) -> tuple[list[str], str]:
+    def _gather(self, number: int, mine: LoadAnswer) -> tuple[list[str], str]:
         """What is wrong, each thing once with the ranks that found it, and the first misfit."""
         found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
         unfit = mine.unfit
@@ -405,7 +407,7 @@ class Resumer:
             left = max(0.0, deadline - time.monotonic())
             what = f"rank {rank}'s answer to the proposed checkpoint"
             raw = read_key(self._group.store, f"resume/{number}/answer/{rank}", left, what)
-            answer = msgspec.json.decode(raw, type=Answer)
+            answer = msgspec.json.decode(raw, type=LoadAnswer)
             if answer.problem:
                 found_by.setdefault(answer.problem, []).append(rank)
             unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
@@ -451,7 +453,9 @@ class Resumer:
             use_up(self._control, self._fence, self._pin, self._attempt)
         self._record_standing(rung)
         self._journal.write(
-            Decision(about="resume", chosen=decision.chosen, evidence=decision.evidence, rejected=rejected)
+            DecisionMade(
+                about="resume", chosen=decision.chosen, evidence=decision.evidence, rejected=rejected
+            )
         )
         samples, tokens = self.counted
         self._conclude(number, Conclusion(go_on=False, samples=samples, tokens=tokens))
@@ -544,7 +548,7 @@ class Resumer:
         name = CheckpointName(rung.step, rung.id)
         self._local.answer(number, name, rung.manifest, home, thorough=what == "verified")
 
-    def _try(self, proposal: Proposal) -> tuple[LoadedState | None, Answer]:
+    def _try(self, proposal: Proposal) -> tuple[LoadedState | None, LoadAnswer]:
         """Load a rung; whatever is wrong with it becomes an answer, so that no rank goes silent."""
         rung, path = proposal.rung, Path(proposal.path)
         assert rung is not None
@@ -564,22 +568,22 @@ class Resumer:
                         fresh=proposal.fresh,
                     )
                     counted = state.own["counters"]
-                    return state, Answer(
+                    return state, LoadAnswer(
                         samples=counted["samples"],
                         tokens=counted["tokens"],
                         used=dict(shards.used) if shards is not None else {},
                         bad=shards.bad if shards is not None else [],
                     )
                 stock = load_stock(path, self._tracked, needs_data=self._needs_data, fresh=proposal.fresh)
-                return stock, Answer()
+                return stock, LoadAnswer()
         except CheckpointError as error:
-            return None, Answer(problem=str(error))
+            return None, LoadAnswer(problem=str(error))
         except HoldfastError as error:
-            return None, Answer(unfit=str(error))
+            return None, LoadAnswer(unfit=str(error))
         except OSError as error:
-            return None, Answer(problem=f"unreadable: {error}")
+            return None, LoadAnswer(problem=f"unreadable: {error}")
         except Exception as error:  # noqa: BLE001 - a script that cannot take the state must not leave peers waiting
-            return None, Answer(unfit=f"{type(error).__name__} while loading {rung.name}: {error}")
+            return None, LoadAnswer(unfit=f"{type(error).__name__} while loading {rung.name}: {error}")
 
     @contextlib.contextmanager
     def _shards(self, rung: Rung, proposal: Proposal) -> Iterator[AssembledShards | None]:

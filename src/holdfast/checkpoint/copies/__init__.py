@@ -13,7 +13,7 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.copies import receipt, tier
-    from holdfast.checkpoint.copies.assembled import AssembledShards, Hello, PlaceMap, make_map
+    from holdfast.checkpoint.copies.assembled import AssembledShards, PlaceMap, ServingRank, make_map
     from holdfast.checkpoint.copies.inspection import (
         TIERS,
         CopyInspection,
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.copies.receipt import Incoming, NoRoomError
     from holdfast.checkpoint.copies.room import LocalRoom
     from holdfast.checkpoint.copies.rules import Assembly, Replication, duties, replicate
-    from holdfast.checkpoint.copies.slots import LocalSlots, Refusal, Slot
+    from holdfast.checkpoint.copies.slots import LocalSlots, Slot, SlotRefusal
     from holdfast.checkpoint.copies.tier import (
         Cleaning,
         CleaningRuling,
         CopyFile,
         CopyRecord,
-        Found,
+        FoundPlace,
         LocalTier,
         Rules,
         Where,

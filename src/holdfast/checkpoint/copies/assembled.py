@@ -35,7 +35,7 @@ from holdfast.record import ControlDirectory
 # place is told once, however many ranks it has.
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class ServingRank(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank says of itself."""
 
     place: str = ""
@@ -95,7 +95,7 @@ class PlaceMap(msgspec.Struct, frozen=True):
         )
 
 
-def make_map(hellos: Sequence[Hello]) -> PlaceMap:
+def make_map(hellos: Sequence[ServingRank]) -> PlaceMap:
     """Pure: one map from what all ranks said, by rank."""
     positions: dict[tuple[str, str], int] = {}
     places: list[PlaceInfo] = []

@@ -44,7 +44,7 @@ from holdfast.journal.events import CopyQuarantined
 from holdfast.record import (
     CommitRecord,
     ControlDirectory,
-    Store,
+    DecisionStore,
     attempt_numbers,
     find_commit,
     read_key,
@@ -254,7 +254,7 @@ class LocalInventory:
         places: PlaceMap,
         rank: int,
         control: ControlDirectory,
-        store: Store,
+        store: DecisionStore,
         journal: JournalWriter,
         attempt: int,
         timeout: float,
@@ -433,7 +433,7 @@ class CopyInspection(msgspec.Struct, kw_only=True):
         return not self.problems
 
 
-class Copies(msgspec.Struct, frozen=True):
+class PlaceContents(msgspec.Struct, frozen=True):
     """What a place holds, before a byte of it was read."""
 
     records: list[CopyRecord]
@@ -444,7 +444,7 @@ class Copies(msgspec.Struct, frozen=True):
         return sum(record.nbytes for record in self.records)
 
 
-def list_copies(tier: LocalTier, tiers: Sequence[str], only: CheckpointName | None = None) -> Copies:
+def list_copies(tier: LocalTier, tiers: Sequence[str], only: CheckpointName | None = None) -> PlaceContents:
     """The records of the wanted copies, newest step first. Unlike `LocalTier.records` it moves nothing."""
     records: list[CopyRecord] = []
     unreadable: list[CopyInspection] = []
@@ -470,7 +470,7 @@ def list_copies(tier: LocalTier, tiers: Sequence[str], only: CheckpointName | No
             continue
         if record.kind in kinds:
             records.append(record)
-    return Copies(sorted(records, key=lambda r: (-r.name.step, r.name.id, r.rank)), unreadable)
+    return PlaceContents(sorted(records, key=lambda r: (-r.name.step, r.name.id, r.rank)), unreadable)
 
 
 class Judge:

@@ -37,16 +37,16 @@ from holdfast.checkpoint.copies.wire import (
     Announcement,
     Copies,
     Data,
-    Deadline,
-    Gone,
     GoOn,
     Held,
     Line,
     ListCopies,
     Offer,
+    PeerGone,
     Read,
     Refused,
     Request,
+    TransferDeadline,
     admit,
     objection,
 )
@@ -188,7 +188,7 @@ class PeerServer:
         try:
             self._admit(line)
             while not self._stopping.is_set():
-                self._answer(line, line.receive(Request, Deadline.within(IDLE)), known)
+                self._answer(line, line.receive(Request, TransferDeadline.within(IDLE)), known)
         except PeerError as error:
             log.info("holdfast: %s", error)
         except Exception:
@@ -201,7 +201,7 @@ class PeerServer:
     def _admit(self, line: Line) -> None:
         place = self._tier.record
         try:
-            deadline = Deadline.within(self._handshake)
+            deadline = TransferDeadline.within(self._handshake)
             admit(line, self._secret, self._run, place=place.place, node=place.node, deadline=deadline)
         finally:
             with self._guard:
@@ -209,7 +209,7 @@ class PeerServer:
 
     def _answer(self, line: Line, request: Request, known: Known) -> None:
         if isinstance(request, Offer):
-            deadline = Deadline.within(request.seconds, self._patience)
+            deadline = TransferDeadline.within(request.seconds, self._patience)
             if why := objection(request.replica):
                 line.send(Refused(why=why), deadline)
                 return
@@ -218,12 +218,12 @@ class PeerServer:
         elif isinstance(request, Read):
             self._give(line, request, known)
         elif isinstance(request, ListCopies):
-            line.send(Copies(self._tier.records()), Deadline.within(self._patience))
+            line.send(Copies(self._tier.records()), TransferDeadline.within(self._patience))
 
     # --- taking ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _transfer(self, replica: Announcement, line: Line, deadline: Deadline) -> Iterator[_Transfer]:
+    def _transfer(self, replica: Announcement, line: Line, deadline: TransferDeadline) -> Iterator[_Transfer]:
         """One transfer of the same replica at a time.
 
         Who announces it again has lost the line before, though this side may not know that yet; where the one
@@ -246,7 +246,7 @@ class PeerServer:
                 if self._transfers.get(key) is transfer:
                     del self._transfers[key]
 
-    def _take(self, transfer: _Transfer, replica: Announcement, deadline: Deadline) -> None:
+    def _take(self, transfer: _Transfer, replica: Announcement, deadline: TransferDeadline) -> None:
         tier, line = self._tier, transfer.line
         receipt.sweep(tier, rank=replica.rank, keep=replica)
         if (known := tier.find(replica.checkpoint, replica.rank)) is not None:
@@ -285,7 +285,7 @@ class PeerServer:
             )
             return receipt.begin(self._tier, replica, max_bytes=self._max_bytes)
 
-    def _receive(self, transfer: _Transfer, incoming: Incoming, deadline: Deadline) -> None:
+    def _receive(self, transfer: _Transfer, incoming: Incoming, deadline: TransferDeadline) -> None:
         line, replica, at = transfer.line, incoming.replica, incoming.there
         line.send(GoOn(at), deadline)
         digests = RunningDigests(incoming.view, replica.files, at)
@@ -352,7 +352,7 @@ class PeerServer:
     # --- giving ---------------------------------------------------------------------------------------------
 
     def _give(self, line: Line, request: Read, known: Known) -> None:
-        deadline = Deadline.within(self._patience)
+        deadline = TransferDeadline.within(self._patience)
         key = (request.checkpoint, request.path)
         if key in known and self._give_from(line, request, *known[key], deadline):
             return
@@ -360,15 +360,15 @@ class PeerServer:
             known[key] = found
             if self._give_from(line, request, *found, deadline):
                 return
-        line.send(Gone(f"this place holds no copy of {request.path} of {request.checkpoint}"), deadline)
+        line.send(PeerGone(f"this place holds no copy of {request.path} of {request.checkpoint}"), deadline)
 
     def _give_from(
-        self, line: Line, request: Read, record: CopyRecord, file: CopyFile, deadline: Deadline
+        self, line: Line, request: Read, record: CopyRecord, file: CopyFile, deadline: TransferDeadline
     ) -> bool:
         """False: the copy does not stand any more."""
         end = request.offset + request.length
         if end > file.size:
-            line.send(Gone(f"{file.path} has {file.size} bytes; {end} were asked for"), deadline)
+            line.send(PeerGone(f"{file.path} has {file.size} bytes; {end} were asked for"), deadline)
             return True
         with self._tier.lease(record) as descriptor:
             if descriptor is None or os.fstat(descriptor).st_size < file.start + end:

@@ -25,16 +25,16 @@ from holdfast.checkpoint.copies.wire import (
     BusyError,
     Copies,
     Data,
-    Deadline,
-    Gone,
     GoOn,
     Held,
     Line,
     ListCopies,
     LostLineError,
     Offer,
+    PeerGone,
     Read,
     Refused,
+    TransferDeadline,
     call,
     objection,
 )
@@ -80,7 +80,7 @@ class PeerReader:
 
         `until`: where in the file the next reads, which follow at once, will end.
         """
-        deadline = Deadline.within(self._timeout, STILL)
+        deadline = TransferDeadline.within(self._timeout, STILL)
         end = offset + view.nbytes
         until = max(until, end)
 
@@ -103,7 +103,7 @@ class PeerReader:
 
     def copies(self) -> list[CopyRecord]:
         """The records of what the peer holds; they prove nothing."""
-        deadline = Deadline.within(self._timeout)
+        deadline = TransferDeadline.within(self._timeout)
         try:
             line = self._connected(deadline)
             line.send(ListCopies(), deadline)
@@ -119,7 +119,9 @@ class PeerReader:
             self._line = None
         self._asked.clear()
 
-    def _read(self, view: memoryview, request: Read, following: Read | None, deadline: Deadline) -> None:
+    def _read(
+        self, view: memoryview, request: Read, following: Read | None, deadline: TransferDeadline
+    ) -> None:
         try:
             if self._asked and self._asked[0] != request:
                 self.close()  # something else was expected to be read
@@ -128,8 +130,8 @@ class PeerReader:
                 if one is not None and one not in self._asked:
                     line.send(one, deadline)
                     self._asked.append(one)
-            answer: Data | Gone = line.receive(Data | Gone, deadline)
-            if isinstance(answer, Gone):
+            answer: Data | PeerGone = line.receive(Data | PeerGone, deadline)
+            if isinstance(answer, PeerGone):
                 raise GoneError(f"{line.who}: {answer.why}")
             if answer.length != request.length:
                 raise PeerError(f"{line.who} offered {answer.length} bytes, expected {request.length}")
@@ -143,7 +145,7 @@ class PeerReader:
                 raise type(error)(f"{what} was not read: {error}") from error
             raise
 
-    def _connected(self, deadline: Deadline) -> Line:
+    def _connected(self, deadline: TransferDeadline) -> Line:
         if self._line is None:
             if deadline.end <= time.monotonic():
                 raise PeerError(
@@ -152,7 +154,7 @@ class PeerReader:
             self._line = self._call(deadline)
         return self._line
 
-    def _call(self, deadline: Deadline) -> Line:
+    def _call(self, deadline: TransferDeadline) -> Line:
         """Where many read from one place after a loss, some have to wait for others."""
         pause = FIRST_READ_PAUSE
         while True:
@@ -234,7 +236,7 @@ class _Sending:
         self._secret = run_secret(control)
         self._replica = replica
         self._descriptor = descriptor
-        self._deadline = Deadline(deadline, PATIENCE)
+        self._deadline = TransferDeadline(deadline, PATIENCE)
         self._furthest = 0
         self._failed = 0
         """Tries since the peer had last got further."""
@@ -262,7 +264,7 @@ class _Sending:
             seconds = max(self._deadline.end - time.monotonic(), 0.001)
             line.send(Offer(replica=self._replica, seconds=seconds), self._deadline)
             # The peer may first have to digest what it has.
-            whole = Deadline(self._deadline.end)
+            whole = TransferDeadline(self._deadline.end)
             answer: GoOn | Held | Refused = line.receive(GoOn | Held | Refused, whole)
             if isinstance(answer, GoOn):
                 offset, size = answer.offset, self._replica.size

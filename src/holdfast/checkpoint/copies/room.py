@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.checkpoint.copies import tier as local_manifest
-from holdfast.checkpoint.copies.rules import Held, Room, make_room
+from holdfast.checkpoint.copies.rules import HeldCheckpoint, Room, make_room
 from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.errors import SaveFailedError
 from holdfast.health import CGROUPS, OWN, cgroup_memory
@@ -146,13 +146,13 @@ class LocalRoom:
         records: list[CopyRecord],
         on_line: Callable[[CopyRecord], bool],
         busy: Callable[[CopyRecord], bool],
-    ) -> list[Held]:
+    ) -> list[HeldCheckpoint]:
         committed = {str(name) for name in local_manifest.names(self._control)}
         by_checkpoint: dict[str, list[CopyRecord]] = {}
         for record in records:
             by_checkpoint.setdefault(record.checkpoint, []).append(record)
         return [
-            Held(
+            HeldCheckpoint(
                 checkpoint=checkpoint,
                 step=copies[0].name.step,
                 nbytes=sum(self._size(record) for record in copies),

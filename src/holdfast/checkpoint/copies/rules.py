@@ -288,7 +288,7 @@ def _some(names: Sequence[str]) -> str:
 # What is not complete does not count as kept, so that it never pushes out one that a resume could use.
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldCheckpoint(msgspec.Struct, frozen=True):
     """All that a place holds of one checkpoint, own copies and replicas together."""
 
     checkpoint: str
@@ -312,7 +312,7 @@ class Room(msgspec.Struct, frozen=True):
     """Why it does not fit, and what to set; empty if it does."""
 
 
-def make_room(held: Sequence[Held], *, needed: int, free: int, limit: int, keep: int) -> Room:
+def make_room(held: Sequence[HeldCheckpoint], *, needed: int, free: int, limit: int, keep: int) -> Room:
     """Room for `needed` bytes more, where `free` are free now and all together may take `limit` (0: any).
 
     What is not on the line and what is older than the last `keep` goes in any case.
@@ -360,11 +360,19 @@ def _short(needed: int, free: int, used: int, limit: int) -> int:
     return max(needed - free, used + needed - limit if limit else 0)
 
 
-def _sum(held: Iterable[Held]) -> int:
+def _sum(held: Iterable[HeldCheckpoint]) -> int:
     return sum(one.nbytes for one in held)
 
 
-def _why(held: Sequence[Held], stays: Held | None, *, needed: int, free: int, limit: int, could: int) -> str:
+def _why(
+    held: Sequence[HeldCheckpoint],
+    stays: HeldCheckpoint | None,
+    *,
+    needed: int,
+    free: int,
+    limit: int,
+    could: int,
+) -> str:
     used = _sum(held)
     told = [f"{size(needed)} are needed on this node and {size(max(free, 0))} are free"]
     if limit:

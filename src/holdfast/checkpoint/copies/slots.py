@@ -108,7 +108,7 @@ class Slot:
             self.buffer = None
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class SlotRefusal(msgspec.Struct, frozen=True):
     """Why there is no slot."""
 
     busy: bool
@@ -153,20 +153,20 @@ class LocalSlots:
 
     # --- giving one out -------------------------------------------------------------------------------------
 
-    def reserve(self, size: int, *, globally: bool = False) -> Refusal | None:
+    def reserve(self, size: int, *, globally: bool = False) -> SlotRefusal | None:
         """See to it that there is a slot of at least this size to be staged into; None: there is.
 
         `globally`: for a save that goes to the checkpoint root too.
         """
         if self._left_alone[globally]:
             self._left_alone[globally] -= 1
-            return Refusal(False, f"the last local save failed: {self._trouble}")
+            return SlotRefusal(False, f"the last local save failed: {self._trouble}")
         try:
             return self._reserve(size)
         except (OSError, HoldfastError) as error:
-            return Refusal(False, str(error))
+            return SlotRefusal(False, str(error))
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear whether this one has room
-            return Refusal(False, f"{type(error).__name__}: {error}")
+            return SlotRefusal(False, f"{type(error).__name__}: {error}")
 
     def use(self, name: CheckpointName) -> Slot:
         """The slot that was reserved; from now on it is this save's."""
@@ -175,7 +175,7 @@ class LocalSlots:
         self._saved.append(name)
         return slot
 
-    def _reserve(self, size: int) -> Refusal | None:
+    def _reserve(self, size: int) -> SlotRefusal | None:
         self._forget_lost()
         self._reserved = self._reserved or self._free(size) or self._beyond_keep()
         if self._reserved is not None and self._reserved.size >= size:
@@ -187,19 +187,19 @@ class LocalSlots:
             assert slot is not None
             missing = size - slot.allocated()
             if missing > 0 and (why := self._make_room(missing).why):
-                return Refusal(False, why)
+                return SlotRefusal(False, why)
             slot.take(size, in_memory=self.in_memory)
         return None
 
-    def _find_room(self, size: int) -> Refusal | None:
+    def _find_room(self, size: int) -> SlotRefusal | None:
         """No slot is free: make one, or give up a copy that is within the ones to keep."""
         made = self._make_room(size)
         self._reserved = self._take_back_first(made.own)
         if self._reserved is None and len(self._slots) >= self._keep + SPARE:
-            return Refusal(True, f"all {len(self._slots)} slots are being drained, sent or read")
+            return SlotRefusal(True, f"all {len(self._slots)} slots are being drained, sent or read")
         if self._reserved is None and made.why:
             passes = any(not self._is_free(slot.index) for slot in self._slots)
-            return Refusal(passes, made.why)
+            return SlotRefusal(passes, made.why)
         if self._reserved is None:
             self._reserved = self._new()
         return None

@@ -564,7 +564,7 @@ class Rules(msgspec.Struct, frozen=True):
     """Also those of a run that may be live elsewhere, as long as nobody uses them here."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class FoundPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A place as it was looked at."""
 
     path: str
@@ -593,13 +593,13 @@ class CleaningRuling(msgspec.Struct, frozen=True):
 class Cleaning(msgspec.Struct, frozen=True):
     """What became of one place."""
 
-    found: Found
+    found: FoundPlace
     verdict: CleaningRuling
     error: str = ""
     """Why it could not be removed, or not wholly."""
 
 
-def judge(found: Found, rules: Rules, user: int) -> CleaningRuling:
+def judge(found: FoundPlace, rules: Rules, user: int) -> CleaningRuling:
     """Pure: whether a place stays, and why."""
     named = found.run in rules.runs
     if found.owner != user:
@@ -623,7 +623,7 @@ def judge(found: Found, rules: Rules, user: int) -> CleaningRuling:
     return CleaningRuling(False, f"not changed for {duration(found.age)}")
 
 
-def look(directory: Path) -> list[Found]:
+def look(directory: Path) -> list[FoundPlace]:
     """Every place under a local directory, and what removals left there. Changes nothing."""
     found = [_look(tier, in_use=_is_used(tier.path)) for tier in _places(directory)]
     for path in sorted(directory.iterdir()):
@@ -633,7 +633,7 @@ def look(directory: Path) -> list[Found]:
     return found
 
 
-def remove(found: Found, rules: Rules) -> Cleaning:
+def remove(found: FoundPlace, rules: Rules) -> Cleaning:
     """Look at a place once more, alone with it, and remove it if it still may go."""
     path = Path(found.path)
     user = os.geteuid()
@@ -723,12 +723,12 @@ def _is_used(path: Path) -> bool:
 # --- looking ------------------------------------------------------------------------------------------------
 
 
-def _look(tier: LocalTier, *, in_use: bool) -> Found:
+def _look(tier: LocalTier, *, in_use: bool) -> FoundPlace:
     record = tier.record
     names = {name for path in _listed(tier.copies) if (name := parse_name(path.name.partition(".")[0]))}
     state, ahead = _ask_run(Path(record.run_dir), record.run, names)
     taken, changed = _measure(tier.path)
-    return Found(
+    return FoundPlace(
         path=str(tier.path),
         run=record.run,
         run_dir=record.run_dir,
@@ -743,9 +743,9 @@ def _look(tier: LocalTier, *, in_use: bool) -> Found:
     )
 
 
-def _look_at_left_over(path: Path, run: str) -> Found:
+def _look_at_left_over(path: Path, run: str) -> FoundPlace:
     taken, changed = _measure(path)
-    return Found(
+    return FoundPlace(
         path=str(path),
         run=run,
         run_dir="",

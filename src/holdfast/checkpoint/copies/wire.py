@@ -60,7 +60,7 @@ class BusyError(LostLineError):
     """The server hung up before it had said anything: it has as many connections as it takes."""
 
 
-class Deadline:
+class TransferDeadline:
     """When something must be done, and how long a single wait without any progress may take."""
 
     def __init__(self, end: float, patience: float = math.inf) -> None:
@@ -68,7 +68,7 @@ class Deadline:
         self.patience = patience
 
     @classmethod
-    def within(cls, seconds: float, patience: float = math.inf) -> Deadline:
+    def within(cls, seconds: float, patience: float = math.inf) -> TransferDeadline:
         return cls(time.monotonic() + seconds, patience)
 
     @property
@@ -82,7 +82,7 @@ class Greeting(msgspec.Struct, frozen=True, tag="holdfast peer"):
     nonce: bytes
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class PeerHello(msgspec.Struct, frozen=True, tag="hello"):
     run: str
     nonce: bytes
     proof: bytes
@@ -109,7 +109,7 @@ class Line:
         self.who = who
 
     @classmethod
-    def connect(cls, address: tuple[str, int], deadline: Deadline) -> Line:
+    def connect(cls, address: tuple[str, int], deadline: TransferDeadline) -> Line:
         host, port = address
         who = f"peer {host}:{port}"
         try:
@@ -129,7 +129,7 @@ class Line:
 
     # --- frames ---------------------------------------------------------------------------------------------
 
-    def send(self, message: msgspec.Struct, deadline: Deadline) -> None:
+    def send(self, message: msgspec.Struct, deadline: TransferDeadline) -> None:
         body = msgspec.msgpack.encode(message)
         if len(body) > MOST_FRAME:
             raise PeerError(
@@ -137,7 +137,7 @@ class Line:
             )
         self.send_bytes(memoryview(_LENGTH.pack(len(body)) + body), deadline)
 
-    def receive(self, kind: type[T] | Any, deadline: Deadline, *, limit: int = MOST_FRAME) -> T:
+    def receive(self, kind: type[T] | Any, deadline: TransferDeadline, *, limit: int = MOST_FRAME) -> T:
         """The next message, which must be of this type (or one of a union)."""
         head = bytearray(_LENGTH.size)
         self.receive_into(memoryview(head), deadline)
@@ -154,7 +154,7 @@ class Line:
 
     # --- bytes ----------------------------------------------------------------------------------------------
 
-    def send_bytes(self, view: memoryview, deadline: Deadline) -> None:
+    def send_bytes(self, view: memoryview, deadline: TransferDeadline) -> None:
         done = 0
         while done < view.nbytes:
             try:
@@ -167,7 +167,7 @@ class Line:
             except OSError as error:
                 raise self._lost(error) from error
 
-    def send_file(self, descriptor: int, start: int, length: int, deadline: Deadline) -> None:
+    def send_file(self, descriptor: int, start: int, length: int, deadline: TransferDeadline) -> None:
         """Bytes of a file, straight from the page cache to the socket."""
         end = start + length
         while start < end:
@@ -182,14 +182,14 @@ class Line:
                 raise PeerError(f"the image ended at byte {start}, {end - start} bytes too early")
             start += sent
 
-    def receive_into(self, view: memoryview, deadline: Deadline) -> None:
+    def receive_into(self, view: memoryview, deadline: TransferDeadline) -> None:
         """Fill the whole view."""
         done = 0
         while done < view.nbytes:
             with view[done:] as rest:
                 done += self.receive_some(rest, deadline)
 
-    def receive_some(self, view: memoryview, deadline: Deadline) -> int:
+    def receive_some(self, view: memoryview, deadline: TransferDeadline) -> int:
         """At least one byte into the front of the view; how many."""
         while True:
             try:
@@ -206,7 +206,7 @@ class Line:
                 raise LostLineError(f"{self.who} was too slow: the time for it is over")
             return got
 
-    def _wait(self, event: int, deadline: Deadline) -> None:
+    def _wait(self, event: int, deadline: TransferDeadline) -> None:
         left = deadline.left
         if left > 0:
             ready = select.poll()
@@ -227,14 +227,14 @@ class Line:
 # --- who is there -------------------------------------------------------------------------------------------
 
 
-def admit(line: Line, secret: bytes, run: str, *, place: str, node: str, deadline: Deadline) -> None:
+def admit(line: Line, secret: bytes, run: str, *, place: str, node: str, deadline: TransferDeadline) -> None:
     """The server's side: let in who proves to be of this run; PeerError for anybody else.
 
     A stranger is told nothing but a nonce.
     """
     ours = secrets.token_bytes(NONCE)
     line.send(Greeting(PROTOCOL, ours), deadline)
-    hello: Hello = line.receive(Hello, deadline, limit=SMALL_FRAME)
+    hello: PeerHello = line.receive(PeerHello, deadline, limit=SMALL_FRAME)
     said = (run.encode(), ours, hello.nonce)
     known = hello.run == run and len(hello.nonce) == NONCE
     if not known or not proves(hello.proof, secret, b"holdfast peer client", *said):
@@ -242,7 +242,7 @@ def admit(line: Line, secret: bytes, run: str, *, place: str, node: str, deadlin
     line.send(Welcome(prove(secret, b"holdfast peer server", *said), place, node), deadline)
 
 
-def introduce(line: Line, secret: bytes, run: str, deadline: Deadline) -> Welcome:
+def introduce(line: Line, secret: bytes, run: str, deadline: TransferDeadline) -> Welcome:
     """The client's side: who the server says it is, once it has proven to be of this run."""
     try:
         greeting: Greeting = line.receive(Greeting, deadline, limit=SMALL_FRAME)
@@ -257,7 +257,7 @@ def introduce(line: Line, secret: bytes, run: str, deadline: Deadline) -> Welcom
     said = (run.encode(), greeting.nonce, ours)
     if len(greeting.nonce) != NONCE:
         raise PeerError(f"{line.who} sent a nonce of {len(greeting.nonce)} bytes, expected {NONCE}")
-    line.send(Hello(run, ours, prove(secret, b"holdfast peer client", *said)), deadline)
+    line.send(PeerHello(run, ours, prove(secret, b"holdfast peer client", *said)), deadline)
     try:
         welcome: Welcome = line.receive(Welcome, deadline, limit=SMALL_FRAME)
     except LostLineError as error:
@@ -268,9 +268,11 @@ def introduce(line: Line, secret: bytes, run: str, deadline: Deadline) -> Welcom
     return welcome
 
 
-def call(address: tuple[str, int], secret: bytes, run: str, deadline: Deadline) -> tuple[Line, Welcome]:
+def call(
+    address: tuple[str, int], secret: bytes, run: str, deadline: TransferDeadline
+) -> tuple[Line, Welcome]:
     """A connection to a peer's server on which both ends have proven themselves."""
-    early = Deadline(min(deadline.end, time.monotonic() + HANDSHAKE_TIMEOUT))
+    early = TransferDeadline(min(deadline.end, time.monotonic() + HANDSHAKE_TIMEOUT))
     line = Line.connect(address, early)
     try:
         return line, introduce(line, secret, run, early)
@@ -373,7 +375,7 @@ class Data(msgspec.Struct, frozen=True, tag="data"):
     length: Count
 
 
-class Gone(msgspec.Struct, frozen=True, tag="gone"):
+class PeerGone(msgspec.Struct, frozen=True, tag="gone"):
     why: str
 
 

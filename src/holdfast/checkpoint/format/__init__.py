@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         show_key,
         unpickle,
     )
-    from holdfast.checkpoint.format.shards import Frame, Frames, check_size, plain, write_shards
+    from holdfast.checkpoint.format.shards import ArchiveFrame, Frames, check_size, plain, write_shards
     from holdfast.checkpoint.format.structure import (
         READ_SIZE,
         Inspection,

@@ -37,7 +37,7 @@ _END_OF_DIRECTORY = b"PK\x05\x06"
 _END_LENGTH = 22
 
 
-class Frame(NamedTuple):
+class ArchiveFrame(NamedTuple):
     """An archive without its tensor's bytes: those before, their count, and those after."""
 
     before: bytes
@@ -53,16 +53,16 @@ class Frames:
     """Frames by dtype and shape; models have few different ones."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[torch.dtype, tuple[int, ...]], Frame] = {}
+        self._known: dict[tuple[torch.dtype, tuple[int, ...]], ArchiveFrame] = {}
 
-    def of(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
+    def of(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> ArchiveFrame:
         frame = self._known.get((dtype, sizes))
         if frame is None:
             frame = self._known[dtype, sizes] = make_frame(dtype, sizes)
         return frame
 
 
-def make_frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
+def make_frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> ArchiveFrame:
     """Let torch.save write a tensor of that kind, and keep everything but the tensor's bytes."""
     tensor = torch.empty(sizes, dtype=dtype)  # its memory is never touched, so it is never really taken
     capture = _Capture(tensor.data_ptr() if tensor.nbytes else 0, tensor.nbytes)
@@ -73,7 +73,7 @@ def make_frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
         raise AssertionError("torch.save no longer ends its archives with a plain end-of-directory record")
     padding = -(len(before) + tensor.nbytes + len(after)) % ALIGNMENT
     after = after[:-2] + padding.to_bytes(2, "little") + bytes(padding)
-    return Frame(before, tensor.nbytes, after)
+    return ArchiveFrame(before, tensor.nbytes, after)
 
 
 class _Capture:

@@ -306,7 +306,7 @@ _POLL = 0.0002
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class TensorPiece:
     """The bytes of `tensor`, in row-major order, belong at `offset` of the buffer."""
 
     tensor: torch.Tensor
@@ -341,7 +341,7 @@ class Owned:
         """The optimizer's own tensor over the same memory, whose version moves when that is written."""
         return self._owners.get((tensor.device, tensor.data_ptr(), tensor.nbytes))
 
-    def nbytes(self, pieces: Iterable[Piece]) -> int:
+    def nbytes(self, pieces: Iterable[TensorPiece]) -> int:
         """How many bytes of `pieces` are owned."""
         return sum(piece.nbytes for piece in pieces if self.owner(piece.tensor) is not None)
 
@@ -352,7 +352,7 @@ class _Share:
 
     lane: Lane
     indices: list[int] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TensorPiece] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     """Which of the pieces: read straight from live memory; cloned first; read from a contiguous copy that had
@@ -521,7 +521,7 @@ class DeviceStager:
         return self._lane(device).memory()
 
     def begin(
-        self, pieces: Sequence[Piece], buffer: torch.Tensor, way: Way, owned: Owned | None = None
+        self, pieces: Sequence[TensorPiece], buffer: torch.Tensor, way: Way, owned: Owned | None = None
     ) -> InFlight:
         """Starts a snapshot of `pieces` as they are now on the current streams of their devices.
 
@@ -559,7 +559,7 @@ class DeviceStager:
             self._lanes[device] = self._make(device)
         return self._lanes[device]
 
-    def _shares(self, pieces: Sequence[Piece]) -> list[_Share]:
+    def _shares(self, pieces: Sequence[TensorPiece]) -> list[_Share]:
         shares: dict[torch.device, _Share] = {}
         for index, piece in enumerate(pieces):
             device = piece.tensor.device
@@ -585,7 +585,7 @@ def _hangs(timeout: float) -> str:
     return f"a copy of a snapshot to the host did not end within {timeout:.0f} s; the device may hang"
 
 
-def _check(pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+def _check(pieces: Sequence[TensorPiece], buffer: torch.Tensor) -> None:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(f"a snapshot needs flat uint8 memory, not {buffer.dtype} {tuple(buffer.shape)}")
     for piece in pieces:

@@ -58,7 +58,7 @@ from holdfast.errors import SaveFailedError, TornSnapshotError
 _WORD = 8
 
 
-class Run(NamedTuple):
+class ItemRun(NamedTuple):
     """The `at`-th run of items of a shard."""
 
     shard: int
@@ -116,14 +116,14 @@ class Claims:
             self._words[self._first(shard)] += 1
             return True
 
-    def help(self) -> Run | None:
+    def help(self) -> ItemRun | None:
         """A run that its leader would come to last, of the shard with the most left; None: there is none."""
         with self._lock:
             shard = max(range(self._shards), key=self._left, default=0)
             if not self._shards or not self._left(shard):
                 return None
             self._words[self._end(shard)] -= 1
-            return Run(shard, self._words[self._end(shard)])
+            return ItemRun(shard, self._words[self._end(shard)])
 
     def stop(self) -> None:
         """Give out nothing more: somebody has failed."""
@@ -175,7 +175,7 @@ Task = Callable[[], Piece]
 _libc = ctypes.CDLL(None)
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
+class _ChildTold(msgspec.Struct, frozen=True, kw_only=True):
     """What a child says at its end."""
 
     pieces: list[Piece] = []
@@ -211,7 +211,7 @@ class _Child:
         if not raw:
             code = os.waitstatus_to_exitcode(status)
             raise SaveFailedError(f"a process that worked on the image ended without a word (code {code})")
-        told = msgspec.json.decode(raw, type=_Told)
+        told = msgspec.json.decode(raw, type=_ChildTold)
         if told.torn:
             raise TornSnapshotError(told.torn)
         if told.errno:
@@ -245,18 +245,18 @@ def in_children(shares: Sequence[Iterable[Task]]) -> list[Piece]:
             child.end()
 
 
-def _do(tasks: Iterable[Task]) -> _Told:
+def _do(tasks: Iterable[Task]) -> _ChildTold:
     try:
-        return _Told(pieces=[task() for task in tasks])
+        return _ChildTold(pieces=[task() for task in tasks])
     except TornSnapshotError as error:
-        return _Told(torn=str(error))
+        return _ChildTold(torn=str(error))
     except OSError as error:
-        return _Told(errno=error.errno or errno.EIO, path=str(error.filename or ""))
+        return _ChildTold(errno=error.errno or errno.EIO, path=str(error.filename or ""))
     except BaseException:  # noqa: BLE001 - whatever it is, the parent must learn of it
-        return _Told(failed="".join(traceback.format_exception(sys.exc_info()[1])))
+        return _ChildTold(failed="".join(traceback.format_exception(sys.exc_info()[1])))
 
 
-def _say(descriptor: int, told: _Told) -> None:
+def _say(descriptor: int, told: _ChildTold) -> None:
     view = memoryview(msgspec.json.encode(told))
     while view:
         view = view[os.write(descriptor, view) :]

@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from holdfast.base import StorageInfo, create_write_items, flatten_state_dict, is_traceable_wrapper_subclass
 from holdfast.checkpoint.format import (
     FAILURES,
+    ArchiveFrame,
     Declared,
-    Frame,
     Frames,
     Item,
     Layout,
@@ -241,7 +241,7 @@ class Plan:
     """Counts the plans of an attempt; the same on every rank."""
     signature: str
     items: list[WriteItem]
-    frames: list[Frame]
+    frames: list[ArchiveFrame]
     layout: Layout
     sharings: list[Sharing]
     """Those that this rank has a part in."""
@@ -402,10 +402,10 @@ def _plan_for_all(
     return replies, declared
 
 
-def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layout, list[Frame]]:
+def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layout, list[ArchiveFrame]]:
     """Pure: the image of a rank that stores these items, in their order."""
     places: list[Item] = []
-    used: list[Frame] = []
+    used: list[ArchiveFrame] = []
     at = 0
     for item in items:
         if item.tensor_data is None:

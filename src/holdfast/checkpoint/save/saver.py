@@ -36,7 +36,7 @@ import msgspec
 
 from holdfast.base import REWRITTEN, LiveLine, Waiting, stretch
 from holdfast.checkpoint import commit as commits
-from holdfast.checkpoint.copies import LocalRoom, LocalSlots, LocalTier, Refusal, Slot
+from holdfast.checkpoint.copies import LocalRoom, LocalSlots, LocalTier, Slot, SlotRefusal
 from holdfast.checkpoint.format import (
     FAILURES,
     FORMAT,
@@ -323,7 +323,7 @@ class Wants:
     def __init__(self, slots: LocalSlots | None, *, globally: bool) -> None:
         self.slots = slots
         self.globally = globally
-        self.refused: Refusal | None = None
+        self.refused: SlotRefusal | None = None
         """Why this rank has no slot."""
         self.local = False
         """Whether every rank has one."""

@@ -40,7 +40,7 @@ from holdfast.checkpoint.format import (
     together,
 )
 from holdfast.checkpoint.format import fingerprint as fingerprints
-from holdfast.checkpoint.save.device import DeviceStager, InFlight, Owned, Piece, Pinned, pin, prefault
+from holdfast.checkpoint.save.device import DeviceStager, InFlight, Owned, Pinned, TensorPiece, pin, prefault
 from holdfast.checkpoint.save.plan import (
     Plan,
     SnapshotPlanner,
@@ -643,7 +643,7 @@ class Stager:
         elsewhere = [] if all_here else [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
         flight: InFlight | None = None
         if elsewhere:  # first: what training may change soonest
-            pieces = [Piece(tensors[at], items[at].raw_offset, items[at].raw_length, items[at].name)
+            pieces = [TensorPiece(tensors[at], items[at].raw_offset, items[at].raw_length, items[at].name)
                       for at in elsewhere]  # fmt: skip
             owned = Owned(tracked.optimizers())
             way = self._choose(pieces, owned)
@@ -665,7 +665,7 @@ class Stager:
         """A snapshot was changed while it was copied: from now on nothing is copied from live tensors."""
         self._torn = True
 
-    def _choose(self, pieces: list[Piece], owned: Owned) -> Way:
+    def _choose(self, pieces: list[TensorPiece], owned: Owned) -> Way:
         needed: dict[torch.device, int] = {}
         for piece in pieces:
             needed[piece.tensor.device] = needed.get(piece.tensor.device, 0) + piece.nbytes

@@ -66,7 +66,7 @@ names of older releases."""
 
 
 @dataclass(frozen=True)
-class Member:
+class Submodule:
     """One module of a tracked one, under its prefixes: empty, or with a dot at the end."""
 
     module: nn.Module
@@ -80,15 +80,15 @@ class Member:
     """Whether it, or one that contains it, loads in a way of its own."""
 
 
-def members(model: nn.Module) -> list[Member]:
+def members(model: nn.Module) -> list[Submodule]:
     """The model and all modules in it; one that is in it twice is listed twice."""
-    return list(_members(Member(model, "", "", "", _overrides(model, "load_state_dict"))))
+    return list(_members(Submodule(model, "", "", "", _overrides(model, "load_state_dict"))))
 
 
-def _members(member: Member) -> Iterator[Member]:
+def _members(member: Submodule) -> Iterator[Submodule]:
     module = member.module
     foreign = member.foreign or _loads_its_own_way(module)
-    yield Member(module, member.raw, member.key, member.name, foreign)
+    yield Submodule(module, member.raw, member.key, member.name, foreign)
     for child_name, child in module._modules.items():
         if child is None:
             continue
@@ -97,7 +97,7 @@ def _members(member: Member) -> Iterator[Member]:
             key = name = ""
         elif isinstance(module, DistributedDataParallel) or _is_compiled(module):
             name = ""
-        yield from _members(Member(child, member.raw + raw, member.key + key, member.name + name, foreign))
+        yield from _members(Submodule(child, member.raw + raw, member.key + key, member.name + name, foreign))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -122,7 +122,7 @@ def _is_own(hook: Any) -> bool:
     return not str(getattr(function, "__module__", "")).startswith(PLAIN_HOOKS)
 
 
-def _takes_part(member: Member) -> bool:
+def _takes_part(member: Submodule) -> bool:
     """Whether a load of the module must be told to it, even if all its tensors are in place already."""
     module = member.module
     extra = _overrides(module, "get_extra_state") or _overrides(module, "set_extra_state")
@@ -132,7 +132,7 @@ def _takes_part(member: Member) -> bool:
 class _Names:
     """From the keys of a state_dict to the names in a checkpoint and back."""
 
-    def __init__(self, found: list[Member]) -> None:
+    def __init__(self, found: list[Submodule]) -> None:
         self._by_key = {member.key: member for member in found}
         self._by_name = {member.name: member for member in found}  # of wrappers the innermost
 
@@ -144,12 +144,12 @@ class _Names:
         member = self.owner(name)
         return member.key + name[len(member.name) :]
 
-    def owner(self, name: str) -> Member:
+    def owner(self, name: str) -> Submodule:
         """The module that an entry of this name belongs to."""
         return _longest(self._by_name, name)
 
 
-def _longest(by_prefix: Mapping[str, Member], path: str) -> Member:
+def _longest(by_prefix: Mapping[str, Submodule], path: str) -> Submodule:
     at = len(path)
     while True:
         at = path.rfind(".", 0, at)
@@ -158,7 +158,7 @@ def _longest(by_prefix: Mapping[str, Member], path: str) -> Member:
             return member
 
 
-def _registered(found: list[Member]) -> dict[str, torch.Tensor]:
+def _registered(found: list[Submodule]) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by their names."""
     return {
         member.name + leaf: tensor
@@ -253,14 +253,14 @@ def look_at(model: nn.Module) -> Built:
     return built
 
 
-def _parameters(found: list[Member]) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(found: list[Submodule]) -> Iterator[tuple[str, nn.Parameter]]:
     for member in found:
         for leaf, parameter in member.module._parameters.items():
             if parameter is not None:
                 yield member.name + leaf, parameter
 
 
-def _buffers(found: list[Member]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _buffers(found: list[Submodule]) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """(name, buffer, whether it is persistent)"""
     for member in found:
         for leaf, buffer in member.module._buffers.items():
@@ -293,7 +293,9 @@ def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
             yield prefix + name, value
 
 
-def _changes(found: list[Member], built: Built, part: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _changes(
+    found: list[Submodule], built: Built, part: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """(what to record, the tensors to store with it) of what a state_dict does not tell."""
     names, before = _Names(found), built.loaded
     known = {*before.get("buffers", []), *before.get("loose", [])}
@@ -341,7 +343,7 @@ def _changes(found: list[Member], built: Built, part: str) -> tuple[dict[str, An
 
 
 def _refuse_misfits(
-    found: list[Member], built: Built, part: str, foreign: set[str], changed: list[str]
+    found: list[Submodule], built: Built, part: str, foreign: set[str], changed: list[str]
 ) -> None:
     """What a fresh module would not take, named now and not when a resume finds out."""
     names = _Names(found)
@@ -478,7 +480,7 @@ def _is_in_place(name: str, value: Any, registered: Mapping[str, torch.Tensor], 
     return same_memory(value, split({name: memory.detach()}, "")[0][name])
 
 
-def _is_extra(name: str, owner: Member) -> bool:
+def _is_extra(name: str, owner: Submodule) -> bool:
     """Whether an entry is the extra state of a module that takes one."""
     return name == owner.name + EXTRA and _overrides(owner.module, "set_extra_state")
 
@@ -546,7 +548,7 @@ def _set_up(model: nn.Module, record: Mapping[str, Any], buffers: Mapping[str, A
             member.module.training = training[member.name]
 
 
-def _set_buffers(found: list[Member], buffers: Mapping[str, Any], *, persistent: bool) -> None:
+def _set_buffers(found: list[Submodule], buffers: Mapping[str, Any], *, persistent: bool) -> None:
     names = _Names(found)
     for name, value in rewrapped(buffers).items():
         owner = names.owner(name)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ReplicaFailed,
         StorageAlarm,
     )
-    from holdfast.journal.events.decisions import STOP, Account, Decision, OperatorActed, RejectedOption
+    from holdfast.journal.events.decisions import STOP, Account, DecisionMade, OperatorActed, RejectedOption
     from holdfast.journal.events.results import (
         DataSkipped,
         DeterminismMeasured,

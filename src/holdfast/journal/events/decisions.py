@@ -15,7 +15,7 @@ class RejectedOption(msgspec.Struct, frozen=True):
     why: list[str]
 
 
-class Decision(Event, tag="decision"):
+class DecisionMade(Event, tag="decision"):
     """Something chosen for the whole group, with what it rests on."""
 
     about: str

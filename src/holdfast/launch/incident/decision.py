@@ -76,7 +76,7 @@ from holdfast.record import (
     FailureRecord,
     Fence,
     HeadRecord,
-    Request,
+    OperatorRequest,
     attempt_numbers,
     create_record,
     current_epoch,
@@ -124,7 +124,7 @@ class Circumstances:
     """Whether a scheduler would start the job again; it may have to be asked."""
 
 
-class Incident(msgspec.Struct, frozen=True, kw_only=True):
+class DecidedIncident(msgspec.Struct, frozen=True, kw_only=True):
     """A failed attempt and what was decided about it."""
 
     attempt: int
@@ -173,7 +173,7 @@ def record(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[in
 
 def decide(
     attempt: Attempt, notice: Notice, settings: Settings, reported: int, known: Circumstances
-) -> Incident:
+) -> DecidedIncident:
     """The leader's part, after `reported` nodes did: choose, fix it, write it down, end the attempt."""
     control = attempt.control
     failures = failures_of(control, attempt.number)
@@ -199,7 +199,9 @@ def decide(
         attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=failed.highest_step)
     account = _tell(control, situation, root, decision, failures, known, saved)
     _keep(control, attempt.journal, account)
-    return Incident(attempt=failed.number, cause=failed.cause, root=root, decision=decision, account=account)
+    return DecidedIncident(
+        attempt=failed.number, cause=failed.cause, root=root, decision=decision, account=account
+    )
 
 
 def _root(failed: PastAttempt, failures: list[FailureRecord]) -> FailureRecord | None:
@@ -271,7 +273,7 @@ def _keep(control: ControlDirectory, journal: JournalWriter, account: Account) -
 
 def decide_lost(
     control: ControlDirectory, held: Claim, earlier: list[str], settings: Settings, known: Circumstances
-) -> Incident | None:
+) -> DecidedIncident | None:
     """The new leader's part when the old one died: what it would have decided about its last attempt.
 
     `earlier` are the launch's former ids. None if there is nothing to decide: the attempt has an end, or its
@@ -308,16 +310,18 @@ def decide_lost(
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
         account = _tell(control, situation, None, decision, failures, known, _diagnostic(settings, failed))
         _keep(control, journal, account)
-    return Incident(attempt=failed.number, cause=failed.cause, root=None, decision=decision, account=account)
+    return DecidedIncident(
+        attempt=failed.number, cause=failed.cause, root=None, decision=decision, account=account
+    )
 
 
-def learn(attempt: Attempt, timeout: float) -> Incident:
+def learn(attempt: Attempt, timeout: float) -> DecidedIncident:
     """The followers' part: the leader's decision, before the deadline."""
     decision = attempt.decisions.await_decision(RECOVERY, Decision, timeout, attempt.lost_leader)
     failures = failures_of(attempt.control, attempt.number)
     root = root_cause(failures) if failures else None
     cause = str(diagnose(Evidence(ends=[*failures])).cause) if failures else ""
-    return Incident(attempt=attempt.number, cause=cause, root=root, decision=decision)
+    return DecidedIncident(attempt=attempt.number, cause=cause, root=root, decision=decision)
 
 
 def _judge(
@@ -483,9 +487,9 @@ class Recovery:
         self.lost_leader: list[LostNode] = []
         """How the last attempt's leader was lost, for whoever decides about that."""
         self._faulted = Faulted()
-        self._decided: Incident | None = None
+        self._decided: DecidedIncident | None = None
 
-    def settle(self, attempt: Attempt, notice: Notice, stopping: str = "") -> Incident:
+    def settle(self, attempt: Attempt, notice: Notice, stopping: str = "") -> DecidedIncident:
         """The decision about a failed attempt: made here if this node leads, else learnt.
 
         `stopping`: the request to stop the run that it failed after; empty if there was none.
@@ -510,7 +514,7 @@ class Recovery:
 
     def settle_in_process(
         self, attempt: Attempt, notice: Notice, stopping: str, in_place: Callable[[Decision], bool]
-    ) -> Incident:
+    ) -> DecidedIncident:
         """The decision about a failed attempt whose workers live. Who is lost is counted as there: whether
         the others suffice was looked at before. `in_place`: whether they can do what is decided."""
         self._decided = self._decide(attempt, notice, attempt.place.nodes, stopping, [], in_place)
@@ -524,7 +528,7 @@ class Recovery:
         stopping: str,
         without: Sequence[str],
         in_place: Callable[[Decision], bool] = lambda _: False,
-    ) -> Incident:
+    ) -> DecidedIncident:
         hangs, told = hangs_of(attempt)
         faulted = self._faulted if self._faulted.attempt == attempt.number else Faulted()
         known = Circumstances(
@@ -574,7 +578,7 @@ class Recovery:
         context.alerts.send(STOP, {"text": why, "attempt": newest, "cause": "", "exit_code": code})
         raise StopRun(ExitCode.BUDGET_SPENT, why)
 
-    def tell(self, incident: Incident) -> None:
+    def tell(self, incident: DecidedIncident) -> None:
         """On the terminal, as an alert to those who asked for one, and as a last word to the scheduler."""
         control = self._context.control
         if incident.decision.action is Action.REQUEUE:
@@ -833,7 +837,7 @@ def wait_while_paused(
     return True
 
 
-def _still(control: ControlDirectory, request: Request) -> Request | None:
+def _still(control: ControlDirectory, request: OperatorRequest) -> OperatorRequest | None:
     try:
         return paused(control)
     except ControlError:

@@ -29,7 +29,7 @@ from holdfast.policy import (
     Hang,
     Missing,
     Position,
-    Standing,
+    StillRunning,
     a_collective,
     activity,
     describe_missing,
@@ -39,7 +39,7 @@ from holdfast.policy import (
     suspects,
 )
 from holdfast.process import STATES, Thread, proc
-from holdfast.train import Frame, Registered, Testimony, ThreadStack, registered, stacks_path
+from holdfast.train import Registered, StackFrame, Testimony, ThreadStack, registered, stacks_path
 
 # What is known of a hang: per node as its agent found it, and merged for the whole job.
 #
@@ -227,13 +227,13 @@ def summarise(record: HangRecord, alike: Sequence[int] = ()) -> str:
 
 def parse_stacks(text: str, registered: Registered) -> list[ThreadStack]:
     """Stacks as the stack signal's handler writes them: no names of threads, innermost frame first."""
-    found: list[tuple[int, list[Frame]]] = []
+    found: list[tuple[int, list[StackFrame]]] = []
     for line in text.splitlines():
         if header := _HEADER.match(line):
             found.append((int(header[1], 16), []))
         elif (frame := _FRAME.match(line)) and found:
             number = int(frame[2]) if frame[2].isdigit() else 0
-            found[-1][1].append(Frame(frame[1], number, frame[3]))
+            found[-1][1].append(StackFrame(frame[1], number, frame[3]))
     stacks = [
         ThreadStack(name=f"0x{ident:x}", main=ident == registered.main_thread, frames=frames)
         for ident, frames in found
@@ -311,7 +311,7 @@ def collect(
 
     def look(rank: int, pid: int) -> tuple[RankEvidence, str]:
         try:
-            return _Look(rank, pid, ask, stacks, began, span).all()
+            return _RankLook(rank, pid, ask, stacks, began, span).all()
         except Exception as error:  # noqa: BLE001 - evidence is worth having, but never a failure of its own
             problem = f"{type(error).__name__}: {error}"
             return RankEvidence(rank=rank, pid=pid, problems=[problem]), ""
@@ -355,7 +355,7 @@ def _record(overdue: Overdue, node: str, evidence: Sequence[RankEvidence]) -> Ha
     )
 
 
-class _Look:
+class _RankLook:
     """At one rank, in a thread of its own."""
 
     def __init__(self, rank: int, pid: int, ask: Ask, stacks: Path | None, began: float, span: float) -> None:
@@ -569,7 +569,7 @@ class RollCall:
         self._next = 0.0
         """When the next one is due; 0 if nobody was overdue."""
 
-    def look(self, mine: Standing) -> Notice | None:
+    def look(self, mine: StillRunning) -> Notice | None:
         """To be called often: the notice that the group hangs, if it does. `mine`: this node's ranks."""
         now = time.monotonic()
         if self._place.nodes == 1:
@@ -579,7 +579,7 @@ class RollCall:
         self._asked = now
         return self._lead(mine, now) if self._place.leads else self._follow(mine, now)
 
-    def _judge(self, standings: Sequence[Standing], now: float) -> Notice | None:
+    def _judge(self, standings: Sequence[StillRunning], now: float) -> Notice | None:
         found, self._until = hanging(standings, self._until, now)
         if not found:
             return None
@@ -588,7 +588,7 @@ class RollCall:
 
     # -- the others -----------------------------------------------------------------------------------------
 
-    def _follow(self, mine: Standing, now: float) -> Notice | None:
+    def _follow(self, mine: StillRunning, now: float) -> Notice | None:
         called = self._attempt.counted(CALLED)
         if called > self._answered:
             self._answered, self._raised = called, None
@@ -605,7 +605,7 @@ class RollCall:
 
     # -- the leader -----------------------------------------------------------------------------------------
 
-    def _lead(self, mine: Standing, now: float) -> Notice | None:
+    def _lead(self, mine: StillRunning, now: float) -> Notice | None:
         if self._open is None:
             self._begin(mine, now)
             return None
@@ -615,7 +615,7 @@ class RollCall:
         if self._attempt.counted(ANSWERED) - self._before < len(others) and not late:
             return None
         answers = self._attempt.read([f"roll/{rank}" for rank in others]).values()
-        heard = [msgspec.json.decode(raw, type=tuple[int, Standing]) for raw in answers]
+        heard = [msgspec.json.decode(raw, type=tuple[int, StillRunning]) for raw in answers]
         standings = [mine, *(standing for call, standing in heard if call == self._call)]
         if len(standings) <= len(others) and not late:
             return None  # some of those counted were lost since, or had answered an earlier call
@@ -626,7 +626,7 @@ class RollCall:
         self._next = now + CALL
         return self._judge(standings, now)
 
-    def _begin(self, mine: Standing, now: float) -> None:
+    def _begin(self, mine: StillRunning, now: float) -> None:
         """Call the roll if a hand is up here or elsewhere, or somebody was overdue the last time."""
         if now < self._next:
             return

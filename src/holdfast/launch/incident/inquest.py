@@ -37,7 +37,7 @@ from holdfast.policy import (
     told_by_traceback,
 )
 from holdfast.record import FailureRecord
-from holdfast.train import ANSWER_LIMIT, Answer
+from holdfast.train import ANSWER_LIMIT, AnswerPart
 
 # Questions that an agent has put to its ranks, and the answers, which come in parts.
 
@@ -80,7 +80,7 @@ class Questions:
             self._open.pop(number, None)
             return question.answer
 
-    def take(self, rank: int, message: Answer) -> None:
+    def take(self, rank: int, message: AnswerPart) -> None:
         """A part of an answer has come. ValueError if it makes no sense."""
         with self._lock:
             question = self._open.get(message.ask)

@@ -27,7 +27,13 @@ from holdfast.health import nearest, try_storage
 from holdfast.journal import last_step
 from holdfast.journal.events import Account, LeaseLost, Warned
 from holdfast.launch import InProcess, LaunchContext, Overdue, Stopping, next_step, say
-from holdfast.launch.incident.decision import Incident, Recovery, lost_nodes, report_timeout, tell_lease_taken
+from holdfast.launch.incident.decision import (
+    DecidedIncident,
+    Recovery,
+    lost_nodes,
+    report_timeout,
+    tell_lease_taken,
+)
 from holdfast.launch.incident.hang import RollCall
 from holdfast.launch.nodes import Attempt, LeaderLostError, MeetingHandler, Notice, StopRun, StoreLostError
 from holdfast.launch.workers import Workers
@@ -37,7 +43,7 @@ from holdfast.policy import (
     Action,
     Cause,
     Source,
-    Standing,
+    StillRunning,
     StopRequest,
     leaves,
     may_regroup,
@@ -185,11 +191,11 @@ class Vigil:
             return attempt.give(Notice(kind="regroup", node=node))
         return None
 
-    def _standing(self, ended: Mapping[int, int], *, between: bool) -> Standing:
+    def _standing(self, ended: Mapping[int, int], *, between: bool) -> StillRunning:
         """What this node has to say of its ranks."""
         node, kept = self._attempt.place.node, self._in_process
         if between:  # who has to be where by when is the conductor's affair
-            return Standing(node=node, in_time=0)
+            return StillRunning(node=node, in_time=0)
         ranks = kept.ranks() if kept is not None else None
         return self._context.monitor.standing(node, ended, ranks, excused=self._waits_for_storage)
 
@@ -464,7 +470,7 @@ class Ends:
             self._requeue_after(attempt, request)
         return self._act(attempt, incident)
 
-    def _act(self, attempt: Attempt, incident: Incident) -> int | None:
+    def _act(self, attempt: Attempt, incident: DecidedIncident) -> int | None:
         """Do what was decided: an exit code, or None for another attempt."""
         decision = incident.decision
         self._context.learned_exclusions.extend(decision.exclude)

@@ -14,12 +14,12 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.launch.nodes.attempt import (
-        Announcement,
         Arrangement,
         Attempt,
+        AttemptAnnouncement,
         LeaderLostError,
         Notice,
-        Place,
+        RoundPlace,
         StopRun,
         agree_on_launch,
         follow,

@@ -26,9 +26,9 @@ from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed, 
 from holdfast.launch.nodes.watch import FollowerWatch, LeaderWatch
 from holdfast.policy import (
     Exclusion,
-    Member,
     NodeDevices,
     Orders,
+    Participant,
     PastAttempt,
     arrange,
     describe_devices,
@@ -101,7 +101,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
         return {rank: device_of(devices, local_rank) for rank, local_rank in ranks.items()}
 
 
-def arrange_attempt(members: Sequence[Member], rotation: int) -> Arrangement:
+def arrange_attempt(members: Sequence[Participant], rotation: int) -> Arrangement:
     """Pure: the arrangement of an attempt; `members` are in their plain order."""
     arranged = arrange([NodeDevices(member.node, member.devices) for member in members], rotation)
     workers = max((member.slots for member in members), default=1)
@@ -139,7 +139,7 @@ class LeaderLostError(HoldfastError):
     exit_code = ExitCode.DECISION_TIMEOUT
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     """What the leader tells the others at the start of an attempt."""
 
     run: str = ""
@@ -174,7 +174,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int = 0
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class RoundPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where this agent stands in the round."""
 
     node: str
@@ -193,9 +193,9 @@ class Attempt:
     def __init__(
         self,
         control: ControlDirectory,
-        place: Place,
+        place: RoundPlace,
         launch: str,
-        told: Announcement,
+        told: AttemptAnnouncement,
         store: SealedStore,
         patience: float = STORE_TIMEOUT,
     ) -> None:
@@ -293,7 +293,7 @@ class Attempt:
         """How the leader was lost, as a follower knows it; empty while it was not."""
         return self.watched.lost if self.watched is not None else ""
 
-    def go_on(self, told: Announcement, world_size: int) -> None:
+    def go_on(self, told: AttemptAnnouncement, world_size: int) -> None:
         """The same workers go on as the next attempt: whatever bears its number or epoch is new."""
         self.journal.close()
         self.place = msgspec.structs.replace(self.place, world_size=world_size)
@@ -346,14 +346,14 @@ def agree_on_launch(store: SealedStore, mine: str) -> str:
 
 def lead(
     control: ControlDirectory,
-    place: Place,
+    place: RoundPlace,
     held: Claim,
     address: str,
     store: SealedStore,
     torch_version: str,
     *,
     node_timeout: float,
-    members: Sequence[Member],
+    members: Sequence[Participant],
     max_restarts: int,
     started_with: str = "",
 ) -> Attempt:
@@ -389,7 +389,7 @@ def lead_on(
     held: Claim,
     torch_version: str,
     *,
-    members: Sequence[Member],
+    members: Sequence[Participant],
     max_restarts: int,
     started_with: str,
     world_size: int,
@@ -409,12 +409,12 @@ def lead_on(
 
 def _begin_next(
     control: ControlDirectory,
-    place: Place,
+    place: RoundPlace,
     held: Claim,
-    members: Sequence[Member],
+    members: Sequence[Participant],
     max_restarts: int,
     started_with: str,
-) -> Announcement:
+) -> AttemptAnnouncement:
     """Begin an attempt on what was decided about the last one; what is told of it but where to meet."""
     earlier = sum(record.launch == held.owner for record, _ in ends_of(control))
     fence = Fence(control, held.epoch)
@@ -436,7 +436,7 @@ def _begin_next(
         rotation=arrangement.rotation,
         started_with=started_with,
     )
-    return Announcement(
+    return AttemptAnnouncement(
         run=control.run_id,
         attempt=begun.number,
         epoch=held.epoch,
@@ -467,7 +467,7 @@ def _journal_begin(attempt: Attempt, held: Claim, torch_version: str) -> None:
 def refuse(store: SealedStore, error: HoldfastError | StopRun) -> None:
     """Tell the others why there is no attempt, so that they need not wait for one."""
     code = error.code if isinstance(error, StopRun) else int(error.exit_code)
-    told = Announcement(refused=str(error), exit_code=code)
+    told = AttemptAnnouncement(refused=str(error), exit_code=code)
     store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
 
 
@@ -490,7 +490,7 @@ def _refuse_foreign(control: ControlDirectory, node: str, store: SealedStore) ->
 
 def follow(
     control: ControlDirectory,
-    place: Place,
+    place: RoundPlace,
     launch: str,
     store: SealedStore,
     *,
@@ -507,7 +507,7 @@ def follow(
         return given_up()
 
     raw = await_key(store, ANNOUNCEMENT, timeout, what, patience=node_timeout, given_up=why_not)
-    told = msgspec.json.decode(raw, type=Announcement)
+    told = msgspec.json.decode(raw, type=AttemptAnnouncement)
     if told.refused:
         raise StopRun(told.exit_code or ExitCode.FAILED, f"the leading agent was refused: {told.refused}")
     attempt = Attempt(control, place, launch, told, store, node_timeout)
@@ -517,7 +517,7 @@ def follow(
 
 
 def _watch_leader(
-    control: ControlDirectory, told: Announcement, place: Place, node_timeout: float
+    control: ControlDirectory, told: AttemptAnnouncement, place: RoundPlace, node_timeout: float
 ) -> FollowerWatch:
     secret, deadline = run_secret(control), time.monotonic() + node_timeout
     while True:

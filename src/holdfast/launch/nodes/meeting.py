@@ -283,7 +283,7 @@ class MeetingHandler(RendezvousHandler):
         self._devices, self._unfit, self._say = devices, unfit, say
         self._agent = uuid.uuid4().hex[:12]
         self._round = 0
-        self._members: list[placement.Member] = []
+        self._members: list[placement.Participant] = []
         self._pulses: dict[str, tuple[int, float]] = {}
         self._looked = self._looked_elsewhere = 0.0
         self._elsewhere = ""
@@ -545,7 +545,7 @@ class MeetingHandler(RendezvousHandler):
     # -- what the agent tells -------------------------------------------------------------------------------
 
     @property
-    def members(self) -> list[placement.Member]:
+    def members(self) -> list[placement.Participant]:
         """The nodes of the round that this agent is in, by group rank."""
         return self._members
 
@@ -553,7 +553,7 @@ class MeetingHandler(RendezvousHandler):
     def leads(self) -> bool:
         return bool(self._members) and self._members[0].agent == self._agent
 
-    def over(self) -> placement.Over | None:
+    def over(self) -> placement.RunOver | None:
         """The end of the run, if another node has declared it."""
         return self._read()[0].over
 
@@ -598,7 +598,7 @@ class MeetingHandler(RendezvousHandler):
         if 0 <= group_rank < len(self._members):
             self.gone[self._members[group_rank].agent] = why
 
-    def spares(self) -> list[placement.Member]:
+    def spares(self) -> list[placement.Participant]:
         """Nodes that wait beside the group, the first to take first."""
         return placement.spares(self._read()[0])
 

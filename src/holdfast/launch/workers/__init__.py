@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.launch.workers.orphans import Keeper, Orphans, Workers, mark_environment
+    from holdfast.launch.workers.orphans import OrphanKeeper, Orphans, Workers, mark_environment
     from holdfast.launch.workers.preload import (
         RUN_PATH,
         PreloadedParent,

@@ -86,7 +86,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     blocked: list[int]
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class ForkReady(msgspec.Struct, frozen=True, tag="ready"):
     """The parent has imported everything; a worker is prepared."""
 
 
@@ -96,7 +96,7 @@ class Born(msgspec.Struct, frozen=True, tag="born"):
     pid: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class ForkRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The parent forks none."""
 
     why: str
@@ -114,8 +114,8 @@ class Go(msgspec.Struct, frozen=True):
     """The agent to a worker: run the script."""
 
 
-FromParent = Ready | Born | Refused
-FromWorker = Ready | Failed
+FromParent = ForkReady | Born | ForkRefused
+FromWorker = ForkReady | Failed
 
 
 def sayable(text: str) -> str:
@@ -395,7 +395,7 @@ class Worker:
             self._settle()
             self._set_up_main()
             self._ahead.hide(self._start_over)
-            self._line.send(Ready(), within=WORD)
+            self._line.send(ForkReady(), within=WORD)
             if self._line.receive(WORD) is None:
                 raise TimeoutError(f"the agent did not say within {WORD:g} s that it may run")
             self._line.close()

@@ -343,7 +343,7 @@ def _mark_of(pid: int) -> str:
     return f"{pid}.{found.started if found is not None else 0}"
 
 
-class Keeper:
+class OrphanKeeper:
     """The agent's side of the keeper process."""
 
     def __init__(self, outlive: float, scratch: Sequence[str] = ()) -> None:

@@ -30,10 +30,10 @@ from holdfast.launch.workers.forked_worker import (
     Born,
     Failed,
     Fork,
+    ForkRefused,
     FromParent,
     FromWorker,
     Go,
-    Refused,
     may_differ,
 )
 from holdfast.process import Companion, Gone, Stream, proc
@@ -255,7 +255,7 @@ class PreloadedParent:
         if self._ready:
             return
         answer = self._answer(self._deadline - time.monotonic(), "had not finished its imports")
-        if isinstance(answer, Refused):
+        if isinstance(answer, ForkRefused):
             raise ColdStart(answer.why, lasting=True)
         self._ready = True
 
@@ -273,7 +273,7 @@ class PreloadedParent:
                         self._send(request, theirs.fileno())
                 for rank in requests:
                     answer = self._answer(ANSWER, "did not fork a worker")
-                    if isinstance(answer, Refused):
+                    if isinstance(answer, ForkRefused):
                         raise ColdStart(answer.why, spoilt=answer.spoilt)
                     if isinstance(answer, Born):
                         forked.pids[rank] = answer.pid

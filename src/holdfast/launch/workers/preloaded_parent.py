@@ -37,8 +37,8 @@ from holdfast.launch.workers.forked_worker import (
     Born,
     Chance,
     Fork,
-    Ready,
-    Refused,
+    ForkReady,
+    ForkRefused,
     Worker,
     die_with,
     sayable,
@@ -136,7 +136,7 @@ class Parent:
             try:
                 worker = self._fork(request, descriptors)
             except Refusal as refusal:
-                self._line.send(Refused(sayable(str(refusal)), self._spoilt), within=TAKEN)
+                self._line.send(ForkRefused(sayable(str(refusal)), self._spoilt), within=TAKEN)
                 worker = None
             if worker is not None:
                 return worker
@@ -258,9 +258,9 @@ def _main() -> Worker:
         parent.load(told["modules"])
         parent.check()
     except Refusal as refusal:
-        line.send(Refused(sayable(str(refusal))), within=TAKEN)
+        line.send(ForkRefused(sayable(str(refusal))), within=TAKEN)
         os._exit(0)  # what the imports left to be done at exit is not ours to do
-    line.send(Ready(), within=TAKEN)
+    line.send(ForkReady(), within=TAKEN)
     worker = parent.serve(LATER if told["later"] else ())
     worker.prepare()
     return worker

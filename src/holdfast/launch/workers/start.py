@@ -45,11 +45,11 @@ from holdfast.base import processors_near
 from holdfast.cluster import devices_here, index_of
 from holdfast.launch.workers.forked_worker import may_differ, processors_matter
 from holdfast.launch.workers.preload import REPLACEMENTS, ColdStart, Preload, PreloadedParent, Request, Script
-from holdfast.policy import Member, ranks_of
+from holdfast.policy import Participant, ranks_of
 from holdfast.process import guarded
 
 
-def make_workers(members: Sequence[Member], place: int) -> list[Worker]:
+def make_workers(members: Sequence[Participant], place: int) -> list[Worker]:
     """The workers of the node at `place`, with their ranks."""
     ranks = ranks_of(list(members), place)
     return [
@@ -96,7 +96,7 @@ REAP = 10.0
 """Seconds for killed workers to be reaped."""
 
 
-class Started:
+class StartedWorkers:
     """The workers of one attempt. Has the methods of torch's PContext that its agent uses."""
 
     def __init__(
@@ -287,7 +287,7 @@ class Starter:
         duplicate_stdout_filters: Sequence[str] | None = None,
         duplicate_stderr_filters: Sequence[str] | None = None,
         **others: Any,
-    ) -> Started:
+    ) -> StartedWorkers:
         """As torch's start_processes, whose parameters these are."""
         del others  # how to start a function: there is none
         destinations = logs_specs.reify(envs)
@@ -312,7 +312,7 @@ class Starter:
         envs: Mapping[int, Mapping[str, str]],
         logs: Logs,
         numa_options: Any,
-    ) -> Started | None:
+    ) -> StartedWorkers | None:
         """None: they have to start cold."""
         if self._parent is None:
             return None
@@ -333,7 +333,7 @@ class Starter:
                 self._preload = self._preload._replace(environment=_shared(requests[0].environment))
             self._go_cold(cold)
             return None
-        started = Started(forked.pids, [], logs, warm=True)
+        started = StartedWorkers(forked.pids, [], logs, warm=True)
         forked.go()
         return started
 
@@ -374,7 +374,7 @@ def _processors(index: int, numa_options: Any) -> list[int]:
 
 def _start_cold(
     commands: Mapping[int, list[str]], envs: Mapping[int, dict[str, str]], logs: Logs, numa_options: Any
-) -> Started:
+) -> StartedWorkers:
     handlers: dict[int, SubprocessHandler] = {}
     here = devices_here() if numa_options is not None else []
     try:
@@ -397,7 +397,7 @@ def _start_cold(
             handler.proc.wait(REAP)
         raise
     pids = {rank: handler.proc.pid for rank, handler in handlers.items()}
-    return Started(pids, list(handlers.values()), logs, warm=False)
+    return StartedWorkers(pids, list(handlers.values()), logs, warm=False)
 
 
 LAST = 16 * 1024

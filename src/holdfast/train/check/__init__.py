@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.train.check.checks import Agreed, Agreement, Checks, Severity
+    from holdfast.train.check.checks import AgreedResult, Agreement, Checks, Severity
     from holdfast.train.check.judgement import Rejecting
     from holdfast.train.check.nan_detector import NaNDetector
     from holdfast.train.check.rerun import RecordedFeed, before_steps

@@ -27,7 +27,7 @@ from holdfast.checkpoint.save import Pinned, pin
 from holdfast.checkpoint.state import Tracked
 from holdfast.config import ValidationSettings, parse_ranks
 from holdfast.errors import UsageError
-from holdfast.policy import CheckRules, Place, Scale, Seen, judge, not_finite
+from holdfast.policy import AcceptedLosses, CheckRules, Place, Scale, judge, not_finite
 from holdfast.record import ControlDirectory, Group, append, contents, entries
 from holdfast.train.check.gradients import Gradients
 
@@ -50,7 +50,7 @@ class Severity(IntEnum):
     NONFINITE = 2
 
 
-class Agreed(NamedTuple):
+class AgreedResult(NamedTuple):
     severity: Severity = Severity.FINE
     breach: bool = False
     """What was loaded does not go on from where it was."""
@@ -76,7 +76,7 @@ class Agreement:
         self._numbers = torch.zeros(10, dtype=torch.int64)
         self.exchanges = 0
 
-    def agree(self, own: Agreed, step: int, call: int, *, again: bool = False) -> Agreed:
+    def agree(self, own: AgreedResult, step: int, call: int, *, again: bool = False) -> AgreedResult:
         """`again`: about the same call, which was made for a second time."""
         if self._group.process_group is None:
             return own
@@ -93,7 +93,9 @@ class Agreement:
                 "Every rank must make as many calls in a step as the others"
             )
         severity, breach, heard, bad, still, *flags = found
-        return Agreed(Severity(severity), bool(breach), bool(heard), bad, Severity(still), *map(bool, flags))
+        return AgreedResult(
+            Severity(severity), bool(breach), bool(heard), bad, Severity(still), *map(bool, flags)
+        )
 
     @property
     def ranks(self) -> int:
@@ -121,7 +123,7 @@ log = logging.getLogger("holdfast")
 Check = Callable[[float], object]
 
 
-class Look(msgspec.Struct, kw_only=True):
+class StepLook(msgspec.Struct, kw_only=True):
     """What one look at a step's result showed on this rank."""
 
     loss: float | None = None
@@ -145,7 +147,7 @@ class Checks:
         self._tracked = tracked
         self._gradients: Gradients | None = None
         self._scalers: list[torch.amp.GradScaler] | None = None
-        self._seen = Seen()
+        self._seen = AcceptedLosses()
         self._own: dict[str, Check] = {}
         self._failed: set[str] = set()
 
@@ -165,13 +167,13 @@ class Checks:
         """Whether there is anything to look for."""
         return self._rules.any or self._check_gradients or bool(self._own)
 
-    def look(self, loss: Any) -> Look:
+    def look(self, loss: Any) -> StepLook:
         """Look at the loss that was returned, and at the gradients as they are now."""
         held = single_number(loss)
         soundings = self.gradients().soundings() if self.looks_at_gradients() else []
         return self.judge(*read_together(held, soundings), exact=True)
 
-    def judge(self, loss: float | None, sounding: float | None, *, exact: bool) -> Look:
+    def judge(self, loss: float | None, sounding: float | None, *, exact: bool) -> StepLook:
         """Judge values that were read. `exact`: the gradients are still there to be asked for details."""
         reasons: list[str] = []
         finite = True
@@ -185,9 +187,9 @@ class Checks:
             reasons += bad
         if loss is not None and self._own:
             reasons += self._asked(loss)
-        return Look(loss=loss, reasons=reasons, finite=finite)
+        return StepLook(loss=loss, reasons=reasons, finite=finite)
 
-    def accepted(self, look: Look) -> None:
+    def accepted(self, look: StepLook) -> None:
         """The step was accepted: its loss is part of what later ones are compared with."""
         if self._rules.compares and look.loss is not None:
             self._seen.add(look.loss)
@@ -346,8 +348,8 @@ class Deferred:
         self._pending: deque[tuple[int, int, bool, bool]] = deque()
         """Step, row, whether there is a loss, whether there are gradients."""
         self._next = 0
-        self._found: list[tuple[int, Look]] = []
-        self.last = Look()
+        self._found: list[tuple[int, StepLook]] = []
+        self.last = StepLook()
         """What the last step that is known showed."""
 
     @torch.no_grad()
@@ -373,14 +375,14 @@ class Deferred:
         """What defers reading from a device; None where there is nothing to wait for."""
         return Ring(device) if device.type == "cuda" else None
 
-    def bad(self) -> list[tuple[int, Look]]:
+    def bad(self) -> list[tuple[int, StepLook]]:
         """The bad steps that are known by now and were not told yet, in order. Waits for nothing."""
         while self._pending and self._ring is not None and self._ring.ready(self._pending[0][1]):
             self._read_oldest()
         found, self._found = self._found, []
         return found
 
-    def settle(self) -> list[tuple[int, Look]]:
+    def settle(self) -> list[tuple[int, StepLook]]:
         """The same, when all that was noted is known. Waits for the device: before a save, at the end."""
         self._settle_all()
         return self.bad()
@@ -404,7 +406,7 @@ class Deferred:
             self._checks.judge(loss if has_loss else None, sounding if has_sounding else None, exact=False),
         )
 
-    def _keep(self, step: int, look: Look) -> None:
+    def _keep(self, step: int, look: StepLook) -> None:
         self.last = look
         if look.reasons:
             self._found.append((step, look))

@@ -217,7 +217,7 @@ Call = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """Computes the micro-batch of these arguments, with whatever it draws for itself served again."""
 
 
-class State(Protocol):
+class Rewindable(Protocol):
     """A rank's state at one moment, to go back to: `worker.rerun.Rewind`."""
 
     def capture(self) -> None: ...
@@ -246,7 +246,7 @@ class CorruptionWatch:
         group: Group,
         tracked: Tracked,
         place: Place,
-        state: Callable[[], State],
+        state: Callable[[], Rewindable],
     ) -> None:
         self._interval = interval
         self._tolerance = tolerance
@@ -258,8 +258,8 @@ class CorruptionWatch:
         self._held = False
         self._told: set[str] = set()
         self._make_state = state
-        self._before: State | None = None
-        self._after: State | None = None
+        self._before: Rewindable | None = None
+        self._after: Rewindable | None = None
         self._random: dict[str, Any] = {}
         self._noted = False
         self.compared = 0

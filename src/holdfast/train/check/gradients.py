@@ -5,7 +5,7 @@ it need not be so (sums and squares overflow), which `bad` settles, slowly and e
 sharded is seen as far as this rank holds it; nothing here is a collective, and nothing waits for a device but
 `bad`.
 
-With many small gradients it is Python that takes the time, so where they lie is found out once (`_Look`),
+With many small gradients Python takes the time, so where they lie is found out once (`_PlainLook`),
 and then nothing of Python's runs for each of them. Reading thousands of modules is a good part of that, so
 parameters are read from their optimizers where these are known: what an optimizer holds at that moment is
 always looked at, and a parameter that was put into a module since, and into no optimizer, within the next
@@ -56,7 +56,7 @@ class Gradients:
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._places: list[tuple[dict[str, Any], str]] = []
-        self._usual: _Look | None = None
+        self._usual: _PlainLook | None = None
         self._looks = 0
         self._placeholders = True
         """Whether there were any when this was last looked at: only a resume puts some there."""
@@ -111,7 +111,7 @@ class Gradients:
             sources = _Sources(self._optimizers, kept)
             if self._usual is None or not self._usual.is_of(sources):
                 self._places = list(_places(kept))
-                self._usual = _Look.at(sources)
+                self._usual = _PlainLook.at(sources)
         self._looks += 1
 
     def _there(self) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ class _Sources:
         return list(map(id, self._modules)) == list(map(id, other._modules))
 
 
-class _Look:
+class _PlainLook:
     """The usual case: all parameters are plain float32 on the host. Whatever is not so is noticed."""
 
     def __init__(self, sources: _Sources) -> None:
@@ -178,7 +178,7 @@ class _Look:
         self._batches = [_items(batch) for batch in batches if len(batch) > 1]
 
     @classmethod
-    def at(cls, sources: _Sources) -> _Look | None:
+    def at(cls, sources: _Sources) -> _PlainLook | None:
         """None if it is not the usual case."""
         usual = all(
             parameter is None or (type(parameter) is nn.Parameter and _kind(parameter)[1:] == _USUAL[1:])

@@ -51,7 +51,7 @@ from holdfast.record import (
     share,
 )
 from holdfast.train import Membership, Meter, Probation
-from holdfast.train.check.checks import Look, Severity
+from holdfast.train.check.checks import Severity, StepLook
 from holdfast.train.check.rerun import Dropping, Locator, difference, mark, same
 from holdfast.train.data import DataFeed
 
@@ -67,7 +67,7 @@ log = logging.getLogger("holdfast")
 MOST_REASONS = 8
 
 
-class Report(msgspec.Struct, frozen=True):
+class RankReport(msgspec.Struct, frozen=True):
     """One rank's own result, and what else it saw: gradients of the whole group, for example."""
 
     result: RankResult
@@ -105,10 +105,10 @@ class Rejecting:
         if self._group.is_coordinator:
             log.warning("holdfast: %s", message)
 
-    def exchange(self, own: Report) -> list[Report]:
+    def exchange(self, own: RankReport) -> list[RankReport]:
         """Every rank's report, on every rank, in order."""
         found = share(self._group, msgspec.json.encode(own))
-        return [msgspec.json.decode(raw, type=Report) for raw in found]
+        return [msgspec.json.decode(raw, type=RankReport) for raw in found]
 
     def exchange_texts(self, own: str) -> list[str]:
         return share(self._group, own)
@@ -195,7 +195,7 @@ def in_words(reasons: Sequence[str]) -> str:
     return f"{shown}; and {len(reasons) - MOST_REASONS} more" if len(reasons) > MOST_REASONS else shown
 
 
-def summary(reports: Sequence[Report]) -> list[str]:
+def summary(reports: Sequence[RankReport]) -> list[str]:
     """Why a step was rejected, rank by rank; what all saw alike only once."""
     alone = len(reports) == 1
     reasons = [
@@ -208,13 +208,13 @@ def summary(reports: Sequence[Report]) -> list[str]:
     return reasons[: 4 * MOST_REASONS]
 
 
-def batch_of(reports: Sequence[Report]) -> str:
+def batch_of(reports: Sequence[RankReport]) -> str:
     """The data of a rejected step in words, with the samples of the ranks whose own results were bad."""
     samples = {one.result.rank: one.samples for one in reports if one.result.reasons}
     return batch_in_words(reports[0].window, samples, len(reports))
 
 
-def bad_ranks(reports: Sequence[Report]) -> list[int]:
+def bad_ranks(reports: Sequence[RankReport]) -> list[int]:
     return [report.result.rank for report in reports if report.result.reasons]
 
 
@@ -344,14 +344,14 @@ class Done:
     """What one run of a call gave, on this rank."""
 
     result: Any
-    look: Look
+    look: StepLook
 
     @property
     def severity(self) -> Severity:
         return severity_of(self.look)
 
 
-def severity_of(look: Look) -> Severity:
+def severity_of(look: StepLook) -> Severity:
     if not look.reasons:
         return Severity.FINE
     return Severity.ODD if look.finite else Severity.NONFINITE
@@ -406,7 +406,7 @@ class Judging:
             self._ask(reports, step, "none: the step was not run again")
         self._drop(reports, step, settling)
 
-    def judge_again(self, reports: Sequence[Report], step: int) -> bool:
+    def judge_again(self, reports: Sequence[RankReport], step: int) -> bool:
         """Not finite, also when it was run again: whether that is settled, and the step dropped."""
         settling = self._settle(reports, step, ran_again=True)
         if settling is None:
@@ -421,7 +421,9 @@ class Judging:
         """Whether what was loaded may be the cause, and somebody is there to find out."""
         return self._probation.active and self._rejecting.launched
 
-    def _settle(self, reports: Sequence[Report], step: int, *, ran_again: bool = False) -> Settling | None:
+    def _settle(
+        self, reports: Sequence[RankReport], step: int, *, ran_again: bool = False
+    ) -> Settling | None:
         """Why no other attempt is needed for a step that is not finite; the same on every rank."""
         probation = self._probation
         found = self._replayed.settle(
@@ -441,12 +443,12 @@ class Judging:
             probation.acquit(found.acquit, evidence)
         return found
 
-    def _ask(self, reports: Sequence[Report], step: int, diagnostic: str) -> NoReturn:
+    def _ask(self, reports: Sequence[RankReport], step: int, diagnostic: str) -> NoReturn:
         """The launcher finds out what is at fault."""
         self.tell(reports, step, "restart")
         self.reject(reports, Severity.NONFINITE, step, diagnostic=diagnostic)
 
-    def _drop(self, reports: Sequence[Report], step: int, settling: Settling | None) -> None:
+    def _drop(self, reports: Sequence[RankReport], step: int, settling: Settling | None) -> None:
         """What the user's policy says of a step that is not finite."""
         outcome = self.count.after(bad=True)
         reasons = summary(reports)
@@ -471,7 +473,7 @@ class Judging:
                 f"{outcome.in_a_row} in a row: {in_words(reasons)}" + (f"; {why}" if why else "")
             )
 
-    def _keep(self, reports: Sequence[Report], step: int, why: str, settling: Settling | None) -> None:
+    def _keep(self, reports: Sequence[RankReport], step: int, why: str, settling: Settling | None) -> None:
         window = reports[0].window
         known = self._replayed.known(How.TOLERATED, step, window)
         shown = settling is not None and settling.shown
@@ -482,14 +484,14 @@ class Judging:
             Settled(step=step, how=How.TOLERATED, window=window, world_size=world, shown=shown, why=why)
         )
 
-    def _end(self, reports: Sequence[Report], step: int, why: str) -> None:
+    def _end(self, reports: Sequence[RankReport], step: int, why: str) -> None:
         """Whoever starts the run again would come to the same end."""
         world, window = self._group.world_size, reports[0].window
         self._rejecting.settle(
             Settled(step=step, how=How.FATAL, window=window, world_size=world, shown=True, why=why)
         )
 
-    def accepted(self, reports: Sequence[Report], step: int, why: str) -> None:
+    def accepted(self, reports: Sequence[RankReport], step: int, why: str) -> None:
         """A finite step that was rejected everywhere is accepted, from now on in every attempt."""
         world, window = self._group.world_size, reports[0].window
         if self._replayed.known(How.ACCEPTED, step, window) is None:
@@ -497,7 +499,7 @@ class Judging:
                 Settled(step=step, how=How.ACCEPTED, window=window, world_size=world, shown=True, why=why)
             )
 
-    def judge_used(self, look: Look, severity: Severity, step: int, *, bad: int, used: str) -> list[str]:
+    def judge_used(self, look: StepLook, severity: Severity, step: int, *, bad: int, used: str) -> list[str]:
         """The same for a step that was complete before it was looked at; why it is bad, for all ranks alike.
 
         `bad` of them are not finite, in a row; `used` says in words why none was dropped.
@@ -535,7 +537,7 @@ class Judging:
             "then start the run again"
         )
 
-    def roll_back(self, reports: Sequence[Report], step: int, why: str) -> NoReturn:
+    def roll_back(self, reports: Sequence[RankReport], step: int, why: str) -> NoReturn:
         self._rejecting.reject(
             Rejection(
                 kind=Kind.ROLLBACK,
@@ -563,7 +565,7 @@ class Judging:
 
     def reject(
         self,
-        reports: Sequence[Report],
+        reports: Sequence[RankReport],
         severity: Severity,
         step: int,
         *,
@@ -585,7 +587,7 @@ class Judging:
             )
         )
 
-    def report(self, done: Done, *, marked: bool = False) -> Report:
+    def report(self, done: Done, *, marked: bool = False) -> RankReport:
         """This rank's share. Reasons of its own are those of its loss: gradients may be the whole group's."""
         look = done.look
         own_loss = look.loss is not None and not math.isfinite(look.loss)
@@ -593,11 +595,11 @@ class Judging:
         reasons = list(look.reasons) if own else []
         state = mark(self._tracked, buffers=False) if reasons and marked else ""
         result = self._result(reasons, state, first=look.loss)
-        return Report(result, look.reasons, self._samples(look), self._window())
+        return RankReport(result, look.reasons, self._samples(look), self._window())
 
     def report_again(
         self, first: Done, second: Done, locator: Locator, *, tolerance: float, buffers: bool
-    ) -> Report:
+    ) -> RankReport:
         """The same of a step that was run again, now that its state is what it began from.
 
         A gradient that was bad before it was reduced is this rank's own, too.
@@ -615,7 +617,7 @@ class Judging:
             differs=difference(first.look.loss, look.loss) > tolerance,
             where=where,
         )
-        return Report(result, look.reasons, self._samples(look), self._window())
+        return RankReport(result, look.reasons, self._samples(look), self._window())
 
     def _result(
         self,
@@ -639,7 +641,7 @@ class Judging:
             where=where,
         )
 
-    def tell(self, reports: Sequence[Report], step: int, then: str, *, in_a_row: int = 0) -> None:
+    def tell(self, reports: Sequence[RankReport], step: int, then: str, *, in_a_row: int = 0) -> None:
         self._rejecting.tell(
             StepRejected(
                 step=step,
@@ -651,7 +653,7 @@ class Judging:
             )
         )
 
-    def _samples(self, look: Look) -> list[int]:
+    def _samples(self, look: StepLook) -> list[int]:
         return self._feed.samples() if self._feed is not None and not look.finite else []
 
     def _window(self) -> Window | None:

@@ -28,7 +28,7 @@ from torch import nn
 
 from holdfast.errors import UsageError, ValidationFailedError
 from holdfast.journal.events import encode_loss
-from holdfast.policy import Act, Count, Outcome, Policy, Scale, not_finite
+from holdfast.policy import Act, Count, Policy, Scale, StepOutcome, not_finite
 from holdfast.train.check.checks import read_pair, read_together, scale_of, single_number
 from holdfast.train.check.gradients import Gradients, plain
 
@@ -203,7 +203,7 @@ class NaNDetector:
         dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group)
         return int(self._flag)
 
-    def _act(self, step: int, reasons: list[str], outcome: Outcome) -> None:
+    def _act(self, step: int, reasons: list[str], outcome: StepOutcome) -> None:
         told = f"step {step} is dropped: {'; '.join(reasons)}"
         if outcome.act is Act.DROP:
             if outcome.warn:

@@ -89,7 +89,7 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else 1e308
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """Something that holds a tensor, or none."""
 
     read: Callable[[], torch.Tensor | None]
@@ -124,26 +124,28 @@ def before_steps(optimizers: Sequence[torch.optim.Optimizer], call: StepHook) ->
     return [*handles, register_optimizer_step_pre_hook(before)]
 
 
-def gradient_slots(models: Iterable[nn.Module]) -> list[Slot]:
+def gradient_slots(models: Iterable[nn.Module]) -> list[TensorSlot]:
     """Every place with a gradient, of every parameter once."""
-    slots: list[Slot] = []
+    slots: list[TensorSlot] = []
     seen: set[int] = set()
     for model in models:
         for parameter in model.parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                slots.append(Slot(partial(getattr, parameter, "grad"), partial(setattr, parameter, "grad")))
+                slots.append(
+                    TensorSlot(partial(getattr, parameter, "grad"), partial(setattr, parameter, "grad"))
+                )
         for module in model.modules():
             for sharded in sharded_parameters(module):
                 if id(sharded.record) not in seen:
                     seen.add(id(sharded.record))
-                    slots.append(Slot(sharded.gradient, sharded.set_gradient))
+                    slots.append(TensorSlot(sharded.gradient, sharded.set_gradient))
     return slots
 
 
-def buffer_slots(models: Iterable[nn.Module]) -> list[Slot]:
+def buffer_slots(models: Iterable[nn.Module]) -> list[TensorSlot]:
     """Every buffer, also those that no checkpoint holds; by its place, because a module may replace it."""
-    slots: list[Slot] = []
+    slots: list[TensorSlot] = []
     seen: set[tuple[int, str]] = set()
     for model in models:
         for module in model.modules():
@@ -151,14 +153,14 @@ def buffer_slots(models: Iterable[nn.Module]) -> list[Slot]:
                 if (id(module), name) not in seen:
                     seen.add((id(module), name))
                     buffers: Any = module._buffers
-                    slots.append(Slot(partial(buffers.get, name), partial(buffers.__setitem__, name)))
+                    slots.append(TensorSlot(partial(buffers.get, name), partial(buffers.__setitem__, name)))
     return slots
 
 
-class Copies:
+class SlotCopies:
     """What was in some slots at one moment. The memory of the copies is used again and again."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[TensorSlot]) -> None:
         self._slots = slots
         self._held: list[torch.Tensor | None] = [None] * len(slots)
         """The very tensors that were there: views of a bucket must stay what they are."""
@@ -464,8 +466,8 @@ class Rewind:
     def __init__(self, tracked: Tracked, meter: Meter | None = None) -> None:
         self._randomness = Randomness(tracked)
         models = [model for _, model in tracked.models()]
-        self._gradients = Copies(gradient_slots(models))
-        self._buffers = Copies(buffer_slots(models))
+        self._gradients = SlotCopies(gradient_slots(models))
+        self._buffers = SlotCopies(buffer_slots(models))
         self._scalers = [_ScalerState(scaler) for scaler in tracked.scalers() if scaler.is_enabled()]
         self._replicas = [
             module
@@ -558,7 +560,7 @@ class Dropping:
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
-        self._slots: Sequence[Slot] | None = None
+        self._slots: Sequence[TensorSlot] | None = None
         self.dropped = False
         """Whether the present step was dropped."""
         self.stepped = False

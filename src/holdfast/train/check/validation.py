@@ -26,23 +26,23 @@ from holdfast.policy import Place, ReplayFinding
 from holdfast.record import ControlDirectory, Group, LaunchInfo
 from holdfast.train import Membership, Meter, Probation
 from holdfast.train.check.checks import (
-    Agreed,
+    AgreedResult,
     Agreement,
     Checks,
     Deferred,
     Injection,
-    Look,
     Scales,
     Severity,
+    StepLook,
     single_number,
 )
 from holdfast.train.check.corruption import CorruptionWatch
 from holdfast.train.check.judgement import (
     Done,
     Judging,
+    RankReport,
     Rejecting,
     Replayed,
-    Report,
     in_words,
     severity_of,
     summary,
@@ -353,16 +353,16 @@ class Validation:
             return result
         return self._injection.falsify(result, self._step, again=again)
 
-    def _agree(self, done: Done, *, again: bool = False) -> Agreed:
+    def _agree(self, done: Done, *, again: bool = False) -> AgreedResult:
         breach = not again and bool(self._probation.observe())
         heard = done.look.loss is not None
         agreed = self.agreement.agree(
-            Agreed(done.severity, breach, heard), self._step, self._calls, again=again
+            AgreedResult(done.severity, breach, heard), self._step, self._calls, again=again
         )
         self._heard = self._heard or agreed.heard
         return agreed
 
-    def _accept(self, done: Done, agreed: Agreed) -> None:
+    def _accept(self, done: Done, agreed: AgreedResult) -> None:
         if agreed.breach:
             self._judging.breached()
         if not self.dropped:
@@ -416,7 +416,7 @@ class Validation:
                 return True
         return False
 
-    def _transient(self, reports: Sequence[Report]) -> None:
+    def _transient(self, reports: Sequence[RankReport]) -> None:
         after = f"not when step {self._step} was run again"
         findings = [
             ReplayFinding(
@@ -467,11 +467,11 @@ class Validation:
         still = severity_of(self._recorded.last)
         stuck = self._scales.found(wait=wait) if self._scales is not None else []
         if self._scales is not None and (why := self._scales.why()):
-            look = Look(reasons=why, finite=False)
+            look = StepLook(reasons=why, finite=False)
             found += [(step, look) for step in stuck]
             used, still = SCALED, Severity.NONFINITE
         worst = max(found, key=lambda one: severity_of(one[1]), default=None)
-        own = Agreed(
+        own = AgreedResult(
             severity_of(worst[1]) if worst is not None else Severity.FINE,
             bool(self._probation.observe()),
             bad=sum(not look.finite for _, look in found),
@@ -483,7 +483,7 @@ class Validation:
         self._settled = -1 if agreed.pending else self._meter.step
         if agreed.severity:
             self._was_rejected = True
-            step, look = worst if worst is not None else (0, Look())
+            step, look = worst if worst is not None else (0, StepLook())
             steps = [int(text) for text in self._rejecting.exchange_texts(str(step))]
             first = min(number for number in steps if number)
             self._doubts = self._judging.judge_used(look, agreed.severity, first, bad=agreed.bad, used=used)

@@ -37,8 +37,8 @@ from holdfast.journal import JournalWriter
 from holdfast.journal.events import DataSkipped
 from holdfast.policy import Window
 from holdfast.record import ControlDirectory, Group, Skip, read_key, read_skips
-from holdfast.train.data.loaders import Evidence, Indices, loses_state, name_of, samples_of, unfit
-from holdfast.train.data.rng import Kept, Stamp, WorkerStamps, capture_rng, one_way_parts, restore_rng
+from holdfast.train.data.loaders import BatchEvidence, Indices, loses_state, name_of, samples_of, unfit
+from holdfast.train.data.rng import LoaderKept, Stamp, WorkerStamps, capture_rng, one_way_parts, restore_rng
 
 log = logging.getLogger("holdfast")
 
@@ -80,8 +80,8 @@ class DataFeed:
         self._stamps: WorkerStamps | None = None
         if self._workers and (self._persistent or self._stateful):
             self._stamps = WorkerStamps()
-        self._kept = Kept(loader, own_states=self._stateful)
-        self._evidence = Evidence(_generators(loader))
+        self._kept = LoaderKept(loader, own_states=self._stateful)
+        self._evidence = BatchEvidence(_generators(loader))
         self._iterator: Iterator[Any] | None = None
         self._epoch_start: dict[str, Any] = {}
         self._announced: dict[int, Any] = {
@@ -667,7 +667,7 @@ def _set_generator_states(generators: list[torch.Generator], states: list[torch.
 KEY = "skips"
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
+class _SkipsTold(msgspec.Struct, frozen=True, kw_only=True):
     skips: list[Skip] = []
     problem: str = ""
 
@@ -685,7 +685,7 @@ def follow_skips(
         left_out = _read_for_all(control, group)
     else:
         raw = read_key(group.store, KEY, timeout, "the batches that rank 0 says are left out")
-        from_rank_0 = msgspec.json.decode(raw, type=_Told)
+        from_rank_0 = msgspec.json.decode(raw, type=_SkipsTold)
         if from_rank_0.problem:
             raise ControlError(from_rank_0.problem)
         left_out = from_rank_0.skips
@@ -710,7 +710,7 @@ def _read_for_all(control: ControlDirectory, group: Group) -> list[Skip]:
     try:
         found = read_skips(control)
     except ControlError as error:
-        group.store.set(KEY, msgspec.json.encode(_Told(problem=str(error))).decode())
+        group.store.set(KEY, msgspec.json.encode(_SkipsTold(problem=str(error))).decode())
         raise
-    group.store.set(KEY, msgspec.json.encode(_Told(skips=found)).decode())
+    group.store.set(KEY, msgspec.json.encode(_SkipsTold(skips=found)).decode())
     return found

@@ -1,8 +1,9 @@
 """Loaders: one that any number of ranks share, whether one can repeat itself, and a batch's samples.
 
-`unfit` knows what no position could be taken up of. `Evidence` keeps digests of an epoch's batches, so that a
-replay can be compared with what it repeats, and sees who draws random numbers when: a loader that draws from
-a generator between two draws of training would draw something else in a replay, where nobody trains.
+`unfit` knows what no position could be taken up of. `BatchEvidence` keeps digests of an epoch's batches, so
+that a replay can be compared with what it repeats, and sees who draws random numbers when: a loader that
+draws from a generator between two draws of training would draw something else in a replay, where nobody
+trains.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class _Slices:
             yield whole[self._rank :: self._world].tolist()
 
 
-class Evidence:
+class BatchEvidence:
     """What is known of the present epoch's batches: digests of them, and who drew random numbers when."""
 
     def __init__(self, generators: list[torch.Generator]) -> None:
@@ -278,7 +279,7 @@ def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
 class Indices:
     """A sampler's iterator whose indices are noted."""
 
-    def __init__(self, inner: Iterator[Any], evidence: Evidence) -> None:
+    def __init__(self, inner: Iterator[Any], evidence: BatchEvidence) -> None:
         self._inner = inner
         self._evidence = evidence
 

@@ -1,8 +1,8 @@
 """Every random number generator a rank draws from, captured and restored together.
 
 Besides the global ones there are those that a loader's dataset, sampler or collate function keeps in itself
-(`Kept`), and those of a loader's worker processes, which nobody outside can read: a worker tells them with
-each batch, and one that is started for a resume takes them up (`WorkerStamps`).
+(`LoaderKept`), and those of a loader's worker processes, which nobody outside can read: a worker tells them
+with each batch, and one that is started for a resume takes them up (`WorkerStamps`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ is not restored, and the digests of the batches show it if it mattered."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.Tensor, torch.nn.Module)
 
 
-class Part(NamedTuple):
+class FoundObject(NamedTuple):
     """An object that was found in another."""
 
     path: str
@@ -128,10 +128,10 @@ class Part(NamedTuple):
     """Whether the way to it leads through a function: it may belong to anything then, to training as well."""
 
 
-def walk(root: object) -> Iterator[Part]:
+def walk(root: object) -> Iterator[FoundObject]:
     """The objects within an object, itself first, in an order that depends on its structure alone."""
     seen = {id(root)}
-    queue = deque([(Part("", None, None, root, False), 0)])
+    queue = deque([(FoundObject("", None, None, root, False), 0)])
     left = MOST_OBJECTS
     while queue and left > 0:
         part, depth = queue.popleft()
@@ -144,7 +144,7 @@ def walk(root: object) -> Iterator[Part]:
                 continue
             seen.add(id(thing))
             path = f"{part.path}.{key}" if part.path else str(key)
-            queue.append((Part(path, part.thing, key, thing, part.called or called), depth + 1))
+            queue.append((FoundObject(path, part.thing, key, thing, part.called or called), depth + 1))
 
 
 def _parts(thing: Any) -> list[tuple[Any, Any, bool]]:
@@ -235,7 +235,7 @@ def _make(kind: str, state: Any) -> Any:
     return made
 
 
-class Kept:
+class LoaderKept:
     """What a loader keeps in itself that decides what comes next: its generators, and its numbers.
 
     Numbers are those that datasets and samplers hold as attributes (an epoch, a position, a count): they are
@@ -279,7 +279,7 @@ class Kept:
                 gone.append(path)
         return gone
 
-    def _put(self, parts: Mapping[str, Part], path: str, value: Any) -> bool:
+    def _put(self, parts: Mapping[str, FoundObject], path: str, value: Any) -> bool:
         before, _, name = path.rpartition(".")
         holder = parts.get(before)
         if holder is None:
@@ -394,7 +394,7 @@ class WorkerStamps:
         self._collate: Callable[[Any], Any] = list
         self.states: dict[int, bytes] = {}
         """Taken up by the workers that are started next, by their number."""
-        self._kept: Kept | None = None
+        self._kept: LoaderKept | None = None
         self._last: tuple[dict[str, bytes], bytes] = {}, b""
 
     @contextlib.contextmanager
@@ -413,7 +413,7 @@ class WorkerStamps:
             self._init(worker)
         info = get_worker_info()
         assert info is not None
-        self._kept = Kept([info.dataset, self._collate])
+        self._kept = LoaderKept([info.dataset, self._collate])
         if worker in self.states:
             rng, kept = pickle.loads(self.states[worker])
             restore_rng(rng)

@@ -40,13 +40,13 @@ from holdfast.train.stragglers.scores import (
     ENOUGH_STEPS,
     INPUT,
     OTHER,
-    Judge,
-    Limits,
     Named,
     RankTimes,
     Score,
+    ScoreLimits,
     Span,
     StragglerFinding,
+    StragglerJudge,
     summarise,
 )
 from holdfast.train.stragglers.times import DeviceTimes, GradientMark, HostTimes, Section, Times
@@ -343,8 +343,8 @@ class Stragglers:
         if device is not None and device.type == "cuda":
             self._times = DeviceTimes(device)
         self._mark = GradientMark([] if self._alone else models, self._times.mark)
-        self._judge = Judge(
-            Limits(
+        self._judge = StragglerJudge(
+            ScoreLimits(
                 relative=chosen.gpu_relative_perf_threshold if chosen.calc_relative_gpu_perf else None,
                 individual=chosen.gpu_individual_perf_threshold if chosen.calc_individual_gpu_perf else None,
             )

@@ -69,14 +69,14 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
         return None if not found or None in found else math.fsum(value or 0.0 for value in found)
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     relative: float | None = 0.7
     """Score below which a rank is slow against the others; None: it is not compared with them."""
     individual: float | None = 0.7
     """The same against its own past."""
 
 
-class Kind(StrEnum):
+class ScoreKind(StrEnum):
     COMPUTE = "compute"
     INPUT = "input"
     SECTION = "section"
@@ -100,7 +100,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 class Named(msgspec.Struct, frozen=True, kw_only=True):
     """A rank, or a whole node, that the others wait for."""
 
-    kind: Kind
+    kind: ScoreKind
     section: str
     """Where most of the time goes, also for a node."""
     rank: int | None
@@ -253,10 +253,10 @@ CONTRADICTS = 0.02
 """Part of a step by which a rank that burns more CPU may arrive before the others and still be late."""
 
 
-class Judge:
+class StragglerJudge:
     """Judges the reports of one attempt in their order. Keeps what was, and nothing else."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ScoreLimits) -> None:
         self._limits = limits
         self._pasts: dict[frozenset[bool], dict[int, _Past]] = {}
         self._past: dict[int, _Past] = {}
@@ -375,7 +375,9 @@ class Judge:
             others = compared.others(typical[node])
             behind = [member.arrives - others >= named.seconds / 2 for member in members]
             if sum(behind) >= NODE_SHARE * len(members):
-                found.append(msgspec.structs.replace(named, kind=Kind.NODE, rank=None, node=node, device=""))
+                found.append(
+                    msgspec.structs.replace(named, kind=ScoreKind.NODE, rank=None, node=node, device="")
+                )
         return found
 
     def _persistent(self, late: Sequence[Named]) -> list[Named]:
@@ -510,7 +512,7 @@ def _named(
     relative: float | None = None,
     individual: float | None = None,
 ) -> Named:
-    kind = Kind(section) if section in (INPUT, COMPUTE, OTHER) else Kind.SECTION
+    kind = ScoreKind(section) if section in (INPUT, COMPUTE, OTHER) else ScoreKind.SECTION
     return Named(
         kind=kind,
         section=section,
