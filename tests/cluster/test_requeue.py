@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cluster import requeue, slurm, time_limit
-from holdfast.cluster.requeue import last_stop, requeue_at_the_end
+from holdfast.cluster import slurm, time_limit
 from holdfast.cluster.slurm import job_found
-from holdfast.cluster.time_limit import TimeLimit
+from holdfast.cluster.time_limit import TimeLimit, last_stop, requeue_at_the_end
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode, StorageError
 from holdfast.journal import JournalLine
@@ -47,7 +46,7 @@ from kit.runs import events_in
 
 def test_a_job_at_its_time_limit_is_queued_again_with_the_reason_first(fake_scontrol: Fake) -> None:
     """Lightning#20542: a stop ahead of the time limit comes back."""
-    asked = requeue.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=["n2"], stalled=0)
+    asked = time_limit.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=["n2"], stalled=0)
     assert asked.asked
     assert asked.exclude == ["n2"]
     assert fake_scontrol.calls == [
@@ -63,17 +62,17 @@ def test_a_comment_that_is_refused_is_written_once_the_job_waits_again(fake_scon
         f'[ "$1" != requeue ] || touch "{fake_scontrol.home}/again"\n'
         f'case "$*" in *Comment=*) [ -f "{fake_scontrol.home}/again" ] || exit 1;; esac'
     )
-    asked = requeue.requeue_by_decision(JOB, "auto", "a bad node", exclude=[])
+    asked = time_limit.requeue_by_decision(JOB, "auto", "a bad node", exclude=[])
     assert asked.asked
     assert [call.split("=")[0] for call in fake_scontrol.calls] == ["requeue 1", "update JobId"]
     assert "holdfast: queued again: a bad node" in fake_scontrol.calls[1]
 
 
 def test_our_part_of_a_comment_is_replaced_and_the_users_is_kept() -> None:
-    once = requeue.comment("mine", "the first time", [])
+    once = time_limit.comment("mine", "the first time", [])
     assert once == "mine | holdfast: queued again: the first time"
-    assert requeue.comment(once, "again", ["n1"]) == "mine | holdfast: queued again: again; without n1"
-    assert requeue.comment("holdfast: queued again: x", "y", []) == "holdfast: queued again: y"
+    assert time_limit.comment(once, "again", ["n1"]) == "mine | holdfast: queued again: again; without n1"
+    assert time_limit.comment("holdfast: queued again: x", "y", []) == "holdfast: queued again: y"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_a_node_is_excluded_only_if_the_job_can_start_without(
     fake_scontrol: Fake, fields: dict[str, str], exclude: list[str], told: list[str], said: str
 ) -> None:
     fake_scontrol.answer(changed(**fields))
-    asked = requeue.requeue_by_decision(JOB, "auto", "why", exclude=exclude)
+    asked = time_limit.requeue_by_decision(JOB, "auto", "why", exclude=exclude)
     assert asked.asked
     assert asked.exclude == told
     assert said in asked.reason
@@ -100,7 +99,7 @@ def test_a_refused_requeue_is_told(fake_scontrol: Fake) -> None:
     fake_scontrol.program(
         '[ "$1" != requeue ] || { echo "Requested operation is presently disabled" >&2; exit 1; }'
     )
-    asked = requeue.requeue_by_decision(JOB, "auto", "why", exclude=["n1"])
+    asked = time_limit.requeue_by_decision(JOB, "auto", "why", exclude=["n1"])
     assert not asked.asked
     assert asked.refused
     assert "presently disabled" in asked.reason
@@ -147,7 +146,7 @@ def test_after_sigterm_a_job_comes_back_only_from_preemption(
     fake_scontrol: Fake, record: str, asked: bool, said: str
 ) -> None:
     fake_scontrol.answer(record)
-    found = requeue.requeue_after_stop(JOB, "auto", PREEMPTED, exclude=[], stalled=0)
+    found = time_limit.requeue_after_stop(JOB, "auto", PREEMPTED, exclude=[], stalled=0)
     assert found.asked == asked
     assert said in found.reason
     assert ("requeue 1" in fake_scontrol.calls) == asked
@@ -159,7 +158,7 @@ def test_a_job_that_is_cancelled_while_it_saves_at_its_limit_stays_cancelled(
 ) -> None:
     """scancel in the middle of the save: Slurm would bring even a cancelled job back."""
     fake_scontrol.answer(record)
-    found = requeue.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
+    found = time_limit.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
     assert not found.asked
     assert fake_scontrol.calls == []
 
@@ -173,7 +172,7 @@ def test_what_a_person_asked_for_is_not_even_asked_of_slurm(fake_scontrol: Fake)
         (Source.SIGNAL, "SIGHUP"),
     ):
         request = StopRequest(source=source, detail="somebody", signal=name)
-        found = requeue.requeue_after_stop(JOB, "auto", request, exclude=[], stalled=0)
+        found = time_limit.requeue_after_stop(JOB, "auto", request, exclude=[], stalled=0)
         assert not found.asked
     assert fake_scontrol.questions == 0
     assert fake_scontrol.calls == []
@@ -534,7 +533,7 @@ def test_where_nothing_can_be_counted_slurms_own_count_bounds_it(
     """On a full disk no record of the requeue can be made: unbounded, the job would come back for ever."""
     job = msgspec.structs.replace(JOB, restarts=restarts)
     fake_scontrol.answer(changed(Restarts=str(restarts)))
-    monkeypatch.setattr(requeue, "record_requeue", full)
+    monkeypatch.setattr(time_limit, "record_requeue", full)
     asked = requeue_at_the_end(job, "auto", ExitCode.STORAGE_FAILED, a_run(tmp_path / "run", saved(10)), [])
     assert asked.asked == (restarts < MAX_REQUEUES)
     assert ("requeue 1" in fake_scontrol.calls) == asked.asked
@@ -545,7 +544,7 @@ def test_where_nothing_can_be_counted_slurms_own_count_bounds_it(
 def test_a_run_that_cannot_even_be_read_comes_back_if_that_is_why_it_ended(
     fake_scontrol: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode
 ) -> None:
-    monkeypatch.setattr(requeue, "requeues_without_progress", full)
+    monkeypatch.setattr(time_limit, "requeues_without_progress", full)
     asked = requeue_at_the_end(JOB, "auto", code, a_run(tmp_path / "run", saved(10)), [])
     assert asked.asked == (code is ExitCode.STORAGE_FAILED)
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.cluster import requeue, slurm
+from holdfast.cluster import slurm, time_limit
 from holdfast.cluster.slurm import MOST, JobRecord, SlurmJob, current_job, expand, parse_job, parse_nodes
 from holdfast.config.settings import Settings
 from holdfast.journal.events import SaveCommitted
@@ -300,8 +300,8 @@ def test_without_scontrol_everything_is_unknown_and_nothing_fails(
     assert slurm.node_records(["n1"]) == {}
     assert slurm.partition_nodes("low") is None
     assert not slurm.drain("n1", "why").ok
-    assert not requeue.may_requeue(JOB, "auto", 0)
-    asked = requeue.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
+    assert not time_limit.may_requeue(JOB, "auto", 0)
+    asked = time_limit.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
     assert not asked.asked
     assert "did not say" in asked.reason
 
@@ -354,10 +354,10 @@ def test_outside_of_slurm_nobody_is_asked_anything(fake_scontrol: Fake, tmp_path
 
 
 def test_slurm_is_not_asked_about_a_job_that_does_not_come_back_anyway(fake_scontrol: Fake) -> None:
-    assert not requeue.may_requeue(JOB, "never", 0)
-    assert not requeue.may_requeue(JOB, "auto", MAX_REQUEUES)
+    assert not time_limit.may_requeue(JOB, "never", 0)
+    assert not time_limit.may_requeue(JOB, "auto", MAX_REQUEUES)
     assert fake_scontrol.questions == 0
-    assert requeue.may_requeue(JOB, "auto", MAX_REQUEUES - 1)
+    assert time_limit.may_requeue(JOB, "auto", MAX_REQUEUES - 1)
 
 
 def test_a_scontrol_that_hangs_is_ended_at_its_deadline_with_all_it_started(fake_scontrol: Fake) -> None:
@@ -482,7 +482,7 @@ def test_a_script_can_ask_for_itself(
 REAL = """
 import json, sys, time
 from holdfast.cluster import slurm
-from holdfast.cluster.requeue import may_requeue
+from holdfast.cluster.time_limit import may_requeue
 from holdfast.cluster.slurm import SlurmJob
 job, held, now = sys.argv[1], sys.argv[2], time.time()
 drained = slurm.drain("n4", "holdfast: GPU 3 has\\nbad memory")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from holdfast.base.files import replace_atomic
-from holdfast.process.identity import this_process
+from holdfast.process.proc import this_process
 from holdfast.record.directory import ControlDirectory, create_record
 from holdfast.record.lease import Claim, Fence, LeaseBeat, claim
 from holdfast.record.standing import StandingBook

@@ -22,7 +22,7 @@ from holdfast.launch import context as signals_module
 from holdfast.launch.context import Interrupted, LaunchSignals
 from holdfast.launch.workers.orphans import Workers
 from holdfast.policy.requests import HELLO, REPEATED, Promised, agree, goes_on, leaves, node_word
-from holdfast.process.identity import Holder, this_process
+from holdfast.process.proc import Holder, this_process
 from holdfast.record import operator
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.operator import record_requeue, requeues_without_progress, withdraw_requeue

@@ -32,7 +32,7 @@ PLANTED = (
     "fsspec",
 )
 CHILDREN = {
-    "checkpoint/remote/drain.py": "holdfast.checkpoint.remote.drain_process",
+    "checkpoint/remote/drain.py": "holdfast.checkpoint.remote.drain",
     "checkpoint/copies/peer_process.py": "holdfast.checkpoint.copies.peer_process",
     "checkpoint/read_back.py": "holdfast.checkpoint.read_back",
     "checkpoint/save/handoff.py": "holdfast.checkpoint.save.writer_process",

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.errors import ControlError, LeaseLostError
 from holdfast.process import proc
-from holdfast.process.identity import Holder, is_gone, is_here, this_process
+from holdfast.process.proc import Holder, is_gone, is_here, this_process
 from holdfast.record import attempts, directory
 from holdfast.record.attempts import (
     AttemptRecord,
@@ -147,7 +147,7 @@ def test_a_record_that_could_not_be_read_back_is_refused_before_it_is_written(tm
 # --- holders -------------------------------------------------------------------------------------------
 
 ASK = """
-from holdfast.process.identity import this_process
+from holdfast.process.proc import this_process
 import msgspec, sys, time
 sys.stdout.write(msgspec.json.encode(this_process()).decode() + "\\n"); sys.stdout.flush()
 time.sleep(60)

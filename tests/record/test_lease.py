@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.base.files import replace_atomic
 from holdfast.errors import ControlError, RunIsLiveError, UsageError
-from holdfast.process.identity import Holder, this_process
+from holdfast.process.proc import Holder, this_process
 from holdfast.record import lease
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Claim, Fence, LeaseBeat, LeaseKeeper, claim, current_epoch

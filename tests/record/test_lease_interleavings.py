@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from holdfast.base.files import replace_atomic
 from holdfast.errors import LeaseLostError, RunIsLiveError
-from holdfast.process.identity import Holder
+from holdfast.process.proc import Holder
 from holdfast.record import lease
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Claim, Fence, LeaseBeat, claim, current_epoch, read_claim

@@ -20,7 +20,13 @@ from holdfast.policy import Action, PastAttempt
 from holdfast.policy import Decision as Decided
 from holdfast.policy.results import Orders
 from holdfast.record import operator
-from holdfast.record.attempts import EndRecord, attempt_numbers, begin_attempt, end_attempt, latest_head
+from holdfast.record.attempts import (
+    EndRecord,
+    attempt_numbers,
+    begin_attempt,
+    end_attempt,
+    latest_head,
+)
 from holdfast.record.decisions import RECOVERY, decision_path
 from holdfast.record.directory import ControlDirectory, create_record
 from holdfast.record.history import keep_incident
@@ -28,7 +34,7 @@ from holdfast.record.launches import VARIABLE, LaunchInfo
 from holdfast.record.lease import Fence, LeaseKeeper, claim
 from holdfast.record.operator import OperatorRequest, budget_reset, in_force, paused, pinned
 from holdfast.record.standing import Standing, StandingBook
-from holdfast.train import alone
+from holdfast.train import membership
 from kit.commands import ckpt_json
 from kit.damage import flip_shard
 from kit.harness import wait_until
@@ -376,8 +382,8 @@ def begun_by(run_dir: Path, who: str) -> list[str]:
         if who == "holdfast run":
             place = RoundPlace(node="a", group_rank=0, nodes=1, world_size=1)
             return _begin_next(control, place, held, [], 3, "").orders.avoid
-        here = alone.Here(node="a")
-        return alone.begin(control, Fence(control, held.epoch), Settings(), here, "later").orders.avoid
+        here = membership.Here(node="a")
+        return membership.begin(control, Fence(control, held.epoch), Settings(), here, "later").orders.avoid
     finally:
         LeaseKeeper(control, held, lambda why: None).release()
 

@@ -23,15 +23,6 @@ if TYPE_CHECKING:
         own_place,
         visible_devices,
     )
-    from holdfast.cluster.requeue import (
-        Asked,
-        ask_on_record,
-        facts_of,
-        may_requeue,
-        requeue_after_stop,
-        requeue_at_the_end,
-        requeue_by_decision,
-    )
     from holdfast.cluster.slurm import (
         JobRecord,
         SlurmJob,
@@ -44,6 +35,15 @@ if TYPE_CHECKING:
         node_records,
         partition_nodes,
     )
-    from holdfast.cluster.time_limit import TimeLimit
+    from holdfast.cluster.time_limit import (
+        Asked,
+        TimeLimit,
+        ask_on_record,
+        facts_of,
+        may_requeue,
+        requeue_after_stop,
+        requeue_at_the_end,
+        requeue_by_decision,
+    )
 else:
     __getattr__ = offers(__name__)

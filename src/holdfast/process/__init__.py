@@ -24,17 +24,22 @@ if TYPE_CHECKING:
         start_child,
     )
     from holdfast.process.guard import guarded
-    from holdfast.process.identity import Holder, Waking, is_gone, is_here, job_of, this_process
     from holdfast.process.local_wire import PACKET_LIMIT, Garbage, Gone, Listener, Packets, Stream
     from holdfast.process.proc import (
         ANCESTORS,
         STATES,
+        Holder,
         MemoryMapping,
         Process,
         Thread,
+        Waking,
         descends,
+        is_gone,
+        is_here,
+        job_of,
         lineage,
         started_at,
+        this_process,
     )
     from holdfast.process.senders import SeenSender, from_whom, named, seen, take, watch
 else:

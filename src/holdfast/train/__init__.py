@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.train.alone import Deciding, look_around
     from holdfast.train.beats import (
         ANSWER_LIMIT,
         SOCKET,
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.train.crash import CrashHook, chain_of, write_error_file
     from holdfast.train.forgotten import Forgotten
     from holdfast.train.halting import Halting
-    from holdfast.train.membership import Membership, join_attempt
+    from holdfast.train.membership import Deciding, Membership, join_attempt, look_around
     from holdfast.train.meter import Meter
     from holdfast.train.place import LocalPlaces, join_places
     from holdfast.train.probation import Probation

@@ -206,7 +206,7 @@ def test_a_store_that_cannot_work_is_an_error_at_the_start_and_the_run_is_free_a
 
 def test_without_a_remote_nothing_of_it_is_imported() -> None:
     code = (
-        "import sys, holdfast.checkpoint.remote.drain_process, holdfast.checkpoint.remote.drain;"
+        "import sys, holdfast.checkpoint.remote.drain, holdfast.checkpoint.remote.drain;"
         "sys.exit(bool({'torch', 'numpy', 'fsspec', 's3fs', 'botocore', 'asyncio'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from holdfast.cluster.requeue import requeue_after_stop
 from holdfast.cluster.slurm import current_job
+from holdfast.cluster.time_limit import requeue_after_stop
 from holdfast.journal.events import RequeueAsked, StopAsked
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.requests import Source, StopRequest

@@ -38,7 +38,7 @@ from holdfast.record.attempts import (
 from holdfast.record.directory import read_record
 from holdfast.record.operator import excluded
 from holdfast.record.standing import Standing, StandingBook
-from holdfast.train import alone
+from holdfast.train import membership
 from kit.harness import REPO, finish
 from kit.ranks.validated import Ended, Place, Training
 from kit.tiny import checkpoints
@@ -386,7 +386,7 @@ def test_who_dies_before_it_could_decide_leaves_that_to_the_next_start(
     place = Place(tmp_path)
     training = Training(until=8, spoil=spoiled, settings={**STRICT, "checkpoint_interval": 0})
     with monkeypatch.context() as patch:
-        patch.setattr(alone.Deciding, "about", lambda *_: os._exit(9))
+        patch.setattr(membership.Deciding, "about", lambda *_: os._exit(9))
         assert place.train(training)[0].code == 9
     assert not (place.control.attempt(1) / "decisions" / "recovery.json").exists()
     assert [place.train(training)[0].code for _ in range(2)] == [17, 17], "both attempts were counted"
@@ -425,7 +425,7 @@ def test_plain_ranks_find_a_bad_device_by_moving_and_then_do_without_it(
 def test_devices_that_were_asked_for_before_the_run_was_made_stay_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alone, "in_use", lambda: "CUDA was in use before the run was made")
+    monkeypatch.setattr(membership, "in_use", lambda: "CUDA was in use before the run was made")
     place = Place(tmp_path)
     training = Training(
         settings=injected("persistent_error", ranks="0", checkpoint_interval=0, validation_nan_policy="raise")

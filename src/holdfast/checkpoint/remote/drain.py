@@ -1,9 +1,19 @@
-"""The drain as rank 0's trainer has it: committed checkpoints go to the remote without being waited for.
+"""Copying committed checkpoints to the remote, beside training: the trainer's side, and the process for it.
 
 Guarantee: `push`, `delete` and `poll` never block, whatever the remote or the drain process does. The work is
-done by a process of its own (drain_process.py), in a session of its own, so that it outlives its trainer and
+done by a process of its own (`-m` this module), in a session of its own, so that it outlives its trainer and
 cannot slow the loop. If it dies it is replaced, a few times, and told again what it had not answered for.
 What is lost all the same, the next start makes up for.
+
+Guarantee of the process: what it was told is done or its failure is in the journal, in bounded time. It goes
+on after its trainer's death with what it was told, for at most `linger` seconds, and stops, leaving the rest
+to the next attempt, when a newer one holds the run. At its start it makes up for what earlier attempts could
+not do any more: uploads they left are aborted, checkpoints they committed are copied, copies given up are
+deleted.
+
+It acts under its attempt's epoch: the fence is asked before every file, part and marker. (The fence's lock is
+not held during a request, since a slow remote would then hold up the trainer's own commits. What a cut-off
+process can do in between is harmless: every object is whole, and the same bytes for the same name.)
 """
 
 from __future__ import annotations
@@ -13,17 +23,33 @@ import contextlib
 import logging
 import os
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
 from holdfast.base import LiveLine, Waiting
-from holdfast.checkpoint.format import CheckpointRoot, parse_name
+from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, parse_name
+from holdfast.checkpoint.remote.copies import Remote, open_remote
+from holdfast.checkpoint.remote.store import LocalCopyError, RemoteUnavailableError
+from holdfast.errors import HoldfastError, LeaseLostError
 from holdfast.journal import JournalWriter
-from holdfast.journal.events import Warned
-from holdfast.process import Companion, Gone, Packets, start_child
-from holdfast.record import ControlDirectory
+from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
+from holdfast.process import Companion, Gone, Packets, leave_stopping_to_the_trainer, start_child
+from holdfast.record import (
+    CommitRecord,
+    ControlDirectory,
+    Fence,
+    RootBook,
+    deleted_names,
+    find_commit,
+    read_timeline,
+)
+
+log = logging.getLogger("holdfast.checkpoint")
 
 # What a trainer and its drain process say to each other.
 
@@ -70,8 +96,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     """Why nothing had to be done; empty if something was."""
 
-
-log = logging.getLogger("holdfast.checkpoint")
 
 REPLACEMENTS = 3
 
@@ -129,7 +153,7 @@ class Drain:
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         return start_child(
-            "holdfast.checkpoint.remote.drain_process",
+            "holdfast.checkpoint.remote.drain",
             msgspec.json.encode(self._order).decode(),
             str(descriptor),
             str(os.getpid()),
@@ -273,3 +297,291 @@ class Drain:
 
 def _key(job: Push | Delete) -> tuple[str, str]:
     return ("push" if isinstance(job, Push) else "delete", job.name)
+
+
+# --- the process --------------------------------------------------------------------------------------------
+
+IDLE_LOOK = 0.5
+"""Seconds between looks at whether the trainer is still there."""
+GRACE = 2.0
+"""Seconds beyond its time after which the process ends even in the middle of a request."""
+LONGEST = 15_000
+"""Characters of what went wrong that the trainer is told: one packet takes them, whichever they are."""
+
+
+class DrainProcess:
+    def __init__(self, order: DrainOrder, line: Packets[Message], parent: int) -> None:
+        self._order = order
+        self._line = line
+        self._parent = parent
+        self._control = ControlDirectory.open(Path(order.control))
+        self._root = CheckpointRoot(Path(order.root))
+        self._fence = Fence(self._control, order.epoch)
+        self._journal = JournalWriter(self._control.journal, "drain", order.attempt)
+        self._remote: Remote = open_remote(order.url, retry_seconds=order.retry_seconds)
+        self._jobs: collections.deque[Push | Delete] = collections.deque()
+        self._later: list[Push | Delete] = []
+        """Jobs that failed for want of the store; tried again once it is seen to work."""
+        self._unsaid: collections.deque[Outcome] = collections.deque()
+        """Outcomes for which there was no room in the trainer's inbox."""
+        self._judged: dict[str, set[str]] = {}
+        """Records of standing that the remote has, by checkpoint."""
+        self._told = ""
+        self._began = time.time()
+        self._made_up = False
+        self._last_message = False
+        self._ends: float | None = None
+
+    def run(self) -> None:
+        threading.Thread(target=self._keep_time, name="holdfast-drain-time", daemon=True).start()
+        try:
+            self._make_up()
+            if self._made_up:
+                self._push_standings()
+            while self._jobs or not self._last_message:
+                self._listen(wait=not self._jobs)
+                if self._jobs:
+                    self._do(self._jobs.popleft())
+            self._say_the_rest()
+        except LeaseLostError as error:
+            left = len(self._jobs) + len(self._later)
+            self._journal.write(
+                Warned(message=f"the drain process ends, {left} jobs left to others: {error}")
+            )
+        except _OutOfTimeError:
+            left = len(self._jobs) + len(self._later)
+            text = f"the drain process ends after its time; one job was cut and {left} more are not done"
+            self._journal.write(Warned(message=f"{text}; the next start makes up for them"))
+
+    # --- what the trainer says ------------------------------------------------------------------------------
+
+    def _listen(self, *, wait: bool) -> None:
+        """Take what has come; with `wait`, wait for something to do."""
+        while not self._last_message:
+            if os.getppid() != self._parent:
+                self._leave_behind()  # a fork of the trainer may still hold its end of the line
+            ready = self._line.wait(IDLE_LOOK if wait else 0.0, room=bool(self._unsaid))
+            self._speak()
+            if not ready:
+                if wait and not self._last_message:
+                    continue
+                return
+            try:
+                message = self._line.receive()
+            except Gone:
+                self._leave_behind()
+                return
+            if isinstance(message, Finish):
+                self._leave_behind()
+            elif message is not None:
+                if message not in self._jobs:  # it may have been found missing before its order came
+                    self._jobs.append(message)
+                wait = False
+
+    def _leave_behind(self) -> None:
+        """Nothing more will come, be it that the trainer is done or that it is dead."""
+        if not self._last_message:
+            self._last_message = True
+            self._ends = time.monotonic() + self._order.linger
+
+    def _stop(self) -> None:
+        """Called between requests: raises when this process may not or need not go on."""
+        self._fence.check("copy checkpoints")
+        if self._ends is None and os.getppid() != self._parent:
+            self._leave_behind()
+        if self._ends is not None and time.monotonic() >= self._ends:
+            raise _OutOfTimeError
+
+    def _keep_time(self) -> None:
+        """A request may hang for longer than this process may live."""
+        while True:
+            time.sleep(IDLE_LOOK)
+            if os.getppid() != self._parent:
+                self._leave_behind()
+            if self._ends is not None and time.monotonic() >= self._ends + GRACE:
+                text = "the drain process ends after its time, in the middle of a request"
+                self._journal.write(Warned(message=f"{text}; the next start makes up for what is not done"))
+                os._exit(1)
+
+    def _say(self, outcome: Outcome) -> None:
+        self._unsaid.append(outcome)
+        self._speak()
+
+    def _speak(self) -> None:
+        """Say what there is room for; never wait for the trainer, which may be in a long step."""
+        try:
+            while self._unsaid and self._line.send(self._unsaid[0]):
+                self._unsaid.popleft()
+        except Gone:
+            self._unsaid.clear()  # nobody is there any more
+
+    def _say_the_rest(self) -> None:
+        deadline = time.monotonic() + GRACE
+        while self._unsaid and time.monotonic() < deadline:
+            self._line.wait(IDLE_LOOK, room=True)
+            self._speak()
+
+    # --- doing ----------------------------------------------------------------------------------------------
+
+    def _do(self, job: Push | Delete) -> None:
+        name = parse_name(job.name)
+        kind = "push" if isinstance(job, Push) else "delete"
+        if name is None:
+            self._say(Outcome(job=kind, name=job.name, problem="not a checkpoint's name"))
+            return
+        self._stop()
+        try:
+            outcome = self._push(name) if isinstance(job, Push) else self._delete(name)
+        except (LeaseLostError, _OutOfTimeError):
+            raise
+        except (HoldfastError, OSError) as error:
+            if isinstance(error, RemoteUnavailableError):
+                self._later.append(job)
+                if self._last_message and self._jobs:
+                    text = f"{len(self._jobs)} more jobs for {self._remote.url} are left to the next start"
+                    self._journal.write(Warned(message=text))
+                    self._jobs.clear()  # each would wait for the same store, and somebody may wait for us
+            outcome = Outcome(job=kind, name=str(name), problem=str(error)[:LONGEST])
+            self._tell_failure(kind, name, error)
+        else:
+            self._make_up()
+            self._push_standings()
+            retry, self._later = self._later, []
+            self._jobs.extend(retry)
+        self._say(outcome)
+
+    def _push(self, name: CheckpointName) -> Outcome:
+        directory = self._root.committed(name)
+        if not directory.is_dir():
+            return Outcome(job="push", name=str(name), note="it was deleted here before it was copied")
+        record = self._record(name)
+        try:
+            copied = self._remote.push(
+                directory,
+                expected=record.manifest if record else "",
+                stop=self._stop,
+                deadline=self._ends,
+            )
+        except LocalCopyError:
+            if not directory.is_dir():
+                return Outcome(job="push", name=str(name), note="it was deleted here while it was copied")
+            raise
+        if copied.already:
+            return Outcome(job="push", name=str(name), note="the same copy is there already")
+        waiting = sum(isinstance(job, Push) for job in (*self._jobs, *self._later))
+        self._journal.write(
+            CopyDrained(
+                checkpoint=str(name),
+                step=name.step,
+                remote=self._remote.url,
+                bytes=copied.bytes,
+                seconds=copied.seconds,
+                repeated=copied.repeated,
+                read_back=copied.read_back,
+                waiting=waiting,
+            )
+        )
+        return Outcome(job="push", name=str(name), bytes=copied.bytes, seconds=copied.seconds)
+
+    def _push_standings(self) -> None:
+        """What was judged of checkpoints goes where their copies are."""
+        book = RootBook(self._root.path)
+        try:
+            here = {one: set(book.files(one)) for one in book.names()}
+            new = [one for one, files in here.items() if files - self._judged.get(one, set())]
+            there = {str(name) for name in self._remote.names()} if new else set()
+            for name in map(parse_name, sorted(there.intersection(new))):
+                assert name is not None
+                self._remote.push_standing(name, book, stop=self._stop)
+                self._judged[str(name)] = here[str(name)]
+        except (LeaseLostError, _OutOfTimeError):
+            raise
+        except (HoldfastError, OSError) as error:
+            text = (
+                f"what was judged of checkpoints is not in {self._remote.url} yet; it is tried again: {error}"
+            )
+            if text != self._told:
+                self._told = text
+                self._journal.write(Warned(message=text))
+
+    def _delete(self, name: CheckpointName) -> Outcome:
+        started = time.monotonic()
+        objects = self._remote.delete(name, stop=self._stop)
+        if not objects:
+            return Outcome(job="delete", name=str(name), note="there was no copy")
+        self._journal.write(CopyDeleted(checkpoint=str(name), remote=self._remote.url, objects=objects))
+        return Outcome(job="delete", name=str(name), seconds=time.monotonic() - started)
+
+    def _tell_failure(self, kind: str, name: CheckpointName, error: Exception) -> None:
+        if kind == "push":
+            event = DrainFailed(
+                checkpoint=str(name), step=name.step, remote=self._remote.url, error=str(error)
+            )
+            self._journal.write(event)
+        else:
+            text = f"the remote copy of {name} was not deleted; the next start tries again: {error}"
+            self._journal.write(Warned(message=text))
+
+    def _record(self, name: CheckpointName) -> CommitRecord | None:
+        return find_commit(self._control, self._order.attempt, name.step, name.id) or self._known().get(name)
+
+    def _known(self) -> dict[CheckpointName, CommitRecord]:
+        """Every checkpoint that this run committed."""
+        timeline = read_timeline(self._control)
+        every = [*timeline.on_line, *timeline.abandoned]
+        return {CheckpointName(record.step, record.id): record for record in every}
+
+    # --- what earlier attempts left -------------------------------------------------------------------------
+
+    def _make_up(self) -> None:
+        """Once, as soon as the store works: abort, copy and delete what earlier attempts left undone."""
+        if self._made_up:
+            return
+        try:
+            self._stop()
+            timeline = read_timeline(self._control)
+            known = self._known()
+            aborted = self._remote.abort_uploads(sorted(known), self._began)
+            if aborted:
+                found = (
+                    f"aborted {len(aborted)} unfinished uploads of earlier attempts: {', '.join(aborted[:5])}"
+                )
+                self._journal.write(Warned(message=found))
+            there = set(self._remote.names())
+            deleted = deleted_names(self._control)
+            waiting = {job.name for job in self._jobs}
+            for record in reversed(timeline.on_line):
+                name = CheckpointName(record.step, record.id)
+                here = self._root.committed(name).is_dir()
+                if here and name not in there and str(name) not in waiting:
+                    self._jobs.append(Push(str(name)))
+            # Of a deletion that was cut, only the records of its standing may be left.
+            for name in sorted({*self._remote.folders(), *self._remote.judged()}, reverse=True):
+                gone = name in known and name in deleted and not self._root.committed(name).is_dir()
+                if gone and str(name) not in waiting:
+                    self._jobs.append(Delete(str(name)))
+            self._made_up = True
+        except (LeaseLostError, _OutOfTimeError):
+            raise
+        except (HoldfastError, OSError) as error:
+            self._journal.write(
+                Warned(message=f"what is missing in {self._remote.url} is not known yet: {error}")
+            )
+
+
+class _OutOfTimeError(Exception):
+    """The time to linger is over."""
+
+
+def main() -> int:
+    """`python -m holdfast.checkpoint.remote.drain <order> <socket> <parent>`: started by Drain
+    only."""
+    leave_stopping_to_the_trainer()
+    order = msgspec.json.decode(sys.argv[1].encode(), type=DrainOrder)
+    with contextlib.closing(Packets[Message].at(int(sys.argv[2]), Message)) as line:
+        DrainProcess(order, line, int(sys.argv[3])).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

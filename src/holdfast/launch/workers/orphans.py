@@ -41,7 +41,7 @@ from holdfast.process import AGENT, OUTLIVES, Process, leave_stopping_to_the_tra
 
 MODULES = (
     "holdfast.checkpoint.save.writer_process",
-    "holdfast.checkpoint.remote.drain_process",
+    "holdfast.checkpoint.remote.drain",
     "holdfast.checkpoint.copies.peer_process",
 )
 PATIENCE = 1.0

@@ -58,8 +58,8 @@ from holdfast.train.data import DataFeed
 # How the ranks tell each other what was bad, and how an attempt ends because of it.
 #
 # Guarantee: what is rejected is recorded before any rank ends, so whoever decides about the next attempt
-# finds it; without the launcher that is decided as well (`alone.py`). Every rank ends with the same error.
-# What could not be recorded is said in that error, and hides nothing.
+# finds it; without the launcher that is decided as well (train/membership.py). Every rank ends with the same
+# error. What could not be recorded is said in that error, and hides nothing.
 
 
 log = logging.getLogger("holdfast")
