@@ -21,7 +21,7 @@ NODE = "here"
 MEMBER = """
 import os, signal, socket, sys, threading, time
 import msgspec
-from holdfast.restart.messages import Beat, Farewell, Hello
+from holdfast.restart.messages import Beat, Farewell, MemberHello
 
 path, number = sys.argv[1], int(sys.argv[2])
 channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -42,7 +42,7 @@ def await_end_of_connection():
         pass  # what was said last was not read any more
 
 """
-GREETS = MEMBER + "say(Hello(member=number, pid=os.getpid()))\n"
+GREETS = MEMBER + "say(MemberHello(member=number, pid=os.getpid()))\n"
 LIVES = GREETS + "beat_for_ever(step=7)"
 
 

@@ -308,9 +308,9 @@ def test_a_keeper_that_was_itself_stopped_counts_no_time_against_others(tmp_path
     [
         ("say(Beat(iteration=0))", "its first message is no hello"),
         ("channel.send(b'nonsense')", "its first message is no hello"),
-        ("say(Hello(member=9, pid=os.getpid()))", "there is no member 9 here"),
-        ("say(Hello(member=0, pid=1))", "it says that it is process 1"),
-        ("say(Hello(member=1, pid=os.getpid()))", "member 1 is process"),
+        ("say(MemberHello(member=9, pid=os.getpid()))", "there is no member 9 here"),
+        ("say(MemberHello(member=0, pid=1))", "it says that it is process 1"),
+        ("say(MemberHello(member=1, pid=os.getpid()))", "member 1 is process"),
     ],
 )
 def test_who_may_not_speak_is_not_listened_to(tmp_path: Path, body: str, why: str) -> None:

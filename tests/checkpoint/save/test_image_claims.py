@@ -126,7 +126,7 @@ def test_a_fork_that_dies_in_the_middle_of_a_claim_holds_nobody_up() -> None:
         wait_until(lambda: held[0] == 1, 10, "the lock is held")
         waiting = in_fork(lambda: repr(claims.help()))
         os.kill(pid, signal.SIGKILL)
-        assert answer(*waiting) == "Run(shard=0, at=4)"
+        assert answer(*waiting) == "ItemRun(shard=0, at=4)"
         assert answer(pid, reading) == ""
 
 
