@@ -14,6 +14,7 @@ from holdfast.errors import ExitCode, HoldfastError, RunEnded, Stopped
 if TYPE_CHECKING:
     from holdfast.base import current as restart_scope
     from holdfast.checkpoint.choose import resolve_resume
+    from holdfast.checkpoint.state import Split
     from holdfast.cluster import SlurmJob
     from holdfast.cluster import current_job as current_slurm_job
     from holdfast.health import LivenessPing, check_gpus, check_node, check_storage
@@ -37,6 +38,7 @@ __all__ = [
     "RunEnded",
     "ShutdownHandler",
     "SlurmJob",
+    "Split",
     "Stopped",
     "StragglerDetector",
     "__version__",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -27,6 +27,7 @@ import torch
 
 from holdfast.base import scope
 from holdfast.checkpoint.format import CheckpointName
+from holdfast.checkpoint.state import Split
 from holdfast.config import Settings
 from holdfast.errors import LeaseLostError, UsageError
 from holdfast.policy import SETUP, STEP
@@ -52,10 +53,17 @@ class Run:
 
     # --- before the first step ------------------------------------------------------------------------------
 
-    def track(self, **parts: object) -> None:
-        """Make these objects part of every checkpoint, under the given names."""
+    def track(self, *, layout: Mapping[str, Split | str] | None = None, **parts: object) -> None:
+        """Make these objects part of every checkpoint, under the given names.
+
+        `layout` is for plain tensors that differ between ranks, by patterns of full names: a `holdfast.Split`
+        says of which larger tensor each rank holds a part, and "lowest" that another number of ranks takes
+        the lowest rank's. What is not declared is kept for each rank, and refused at another number of ranks.
+        """
         if self._session.joined:
             raise UsageError("track() came after the run started; track everything before the first step")
+        if layout is not None:
+            self._session.tracked.division.declare(layout)
         for name, thing in parts.items():
             self._session.tracked.add(name, thing)
 

@@ -237,6 +237,7 @@ def finish(
         attempt=sealed.attempt,
         manifest=digest,
         created=sealed.created,
+        tied=manifests.tied_words(sealed.world.tied),
     )
     commit(root, name, fence, control, record)
     return Committed(bytes=sum(file.size for file in sealed.files), files=len(sealed.files))

@@ -43,6 +43,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Manifest digest: a directory with another manifest is not this checkpoint."""
     created: float = 0.0
     """By rank 0's clock: of two that one attempt saved at the same step, the later is the newer."""
+    tied: str = ""
+    """What ties it to the number of ranks that saved it, in words; empty if others can take it up."""
 
 
 def record_commit(control: ControlDirectory, fence: Fence, record: CommitRecord) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
+from holdfast.checkpoint.choose.sharing import reshard
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import AssembledShards
 from holdfast.checkpoint.format import Manifest, ManifestError
@@ -31,89 +31,17 @@ from holdfast.checkpoint.save import own_prefix
 from holdfast.checkpoint.state import (
     GRADIENTS,
     OWN,
+    LeftOut,
     Tracked,
     check_parts,
     check_strict,
-    first_difference,
     flatten,
     from_blob,
     module,
     rank_key,
+    to_be_tracked,
 )
 from holdfast.errors import CheckpointError, IncompleteStateError
-
-# The per-rank parts of a checkpoint at another world size, by stated rules.
-#
-# Tensors of models and optimizers reshard by themselves: DCP stores them under global names and offsets. For
-# what each rank stored of its own:
-#
-# * tracked objects (schedules, scalers, hyper-parameters) must be the same on all ranks that saved them;
-# every   rank of the new world gets that state. One that differs between ranks cannot be shared out: refused.
-# * tensors that differed between ranks go on everywhere as the lowest rank's.
-# * the data position must be a global one (see train/data/loaders.py), the same on all ranks: refused
-# otherwise,   because samples would be repeated or left out silently.
-# * gradients that lie there must be the same on all ranks, or sharded ones: refused otherwise.
-# * random generators are seeded anew, from run, step, rank and world size.
-# * samples and tokens are counted per rank; the ranks of the new world share out their totals.
-
-
-def reshard(
-    blobs: Sequence[dict[str, Any]], *, run: str, step: int, rank: int, world: int
-) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """(tracked state, Holdfast's own state, what was done in words) for one rank of the new world."""
-    was = len(blobs)
-    tracked = blobs[0]["tracked"]
-    for other, blob in enumerate(blobs[1:], start=1):
-        where = first_difference(tracked, blob["tracked"], "")
-        if where:
-            raise IncompleteStateError(
-                f"{where.lstrip('.')} differs between ranks 0 and {other} of the {was} that saved it, so it "
-                f"cannot be shared out to {world}. Resume with {was} ranks"
-            )
-    own = {
-        "counters": _share_counters([blob["own"]["counters"] for blob in blobs], rank, world),
-        "data": _share_position([blob["own"]["data"] for blob in blobs], world),
-        "rng": {"seed": int(xxhash.xxh3_64_hexdigest(f"{run}/{step}/{rank}/{world}".encode())[:15], 16)},
-    }
-    if (left := blobs[0]["own"].get("gradients")) is not None:
-        own["gradients"] = _share_gradients(left, [blob["own"].get("gradients") for blob in blobs], world)
-    return tracked, own, [f"{was} ranks saved this, {world} resume it: random generators are seeded anew"]
-
-
-def _share_gradients(first: dict[str, Any], all_of_them: Sequence[Any], world: int) -> dict[str, Any]:
-    entries = first["entries"]
-    own = {name for name, entry in entries.items() if entry["kind"] == "local" or name.endswith(".unsharded")}
-    alike = all(other is not None and other["entries"] == entries for other in all_of_them)
-    if own or first["objects"] or not alike:
-        name = min(own | first["objects"].keys(), default="some")
-        raise IncompleteStateError(
-            f"gradients that {len(all_of_them)} ranks have accumulated on their own cannot be shared out to "
-            f"{world} ({name}). Resume with {len(all_of_them)} ranks"
-        )
-    return {**first, "unsynced": []}
-
-
-def _share_counters(counters: Sequence[dict[str, int]], rank: int, world: int) -> dict[str, int]:
-    shared = {"step": counters[0]["step"]}
-    for name in ("samples", "tokens"):
-        total = sum(count[name] for count in counters)
-        shared[name] = total // world + (rank < total % world)
-    return shared
-
-
-def _share_position(positions: Sequence[dict[str, Any] | None], world: int) -> dict[str, Any] | None:
-    first = positions[0]
-    if first is None and all(position is None for position in positions):
-        return None
-    if first is None or not all(position is not None and position.get("is_global") for position in positions):
-        raise IncompleteStateError(
-            f"the data position of {len(positions)} ranks cannot be shared out to {world}: this loader keeps "
-            "one per rank, and samples would be repeated or left out. Use holdfast.GlobalBatches, whose "
-            f"position is a global one, or resume with {len(positions)} ranks"
-        )
-    if any(position["loader"] != first["loader"] for position in positions if position is not None):
-        raise IncompleteStateError("the ranks' global data positions differ; the loaders were not used alike")
-    return first
 
 
 class LoadedState:
@@ -128,9 +56,14 @@ class LoadedState:
         manifest: Manifest | None,
         notes: list[str],
         fresh: Collection[str] = (),
+        left_out: LeftOut | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.fresh = fresh
         """Parts that begin anew."""
+        self.left_out = left_out if left_out is not None else LeftOut()
+        """Of the `names` of all that has to be tracked, those that this rank does not track."""
+        self.names = names
         self.notes = notes
         """What was done that a plain load would not do, in words."""
         self.manifest = manifest
@@ -175,15 +108,30 @@ def load(
     reader = VerifyingReader(directory, manifest, shards.open if shards is not None else None)
     metadata = reader.read_metadata()
     notes: list[str] = []
+    plain: list[str] = []
+    left: list[str] = []
     same_world = manifest.world.size == world
     if same_world:
         blob = _read_blob(reader, metadata, rank)
         others, own = blob["tracked"], blob["own"]
     else:
+        _refuse_other_tensors(tracked, metadata, manifest.world.size, world)
         blobs = [_read_blob(reader, metadata, saved) for saved in range(manifest.world.size)]
         if "data" in fresh:
             blobs = [{**blob, "own": {**blob["own"], "data": None}} for blob in blobs]
-        others, own, notes = reshard(blobs, run=manifest.run, step=manifest.step, rank=rank, world=world)
+        shared = reshard(
+            blobs,
+            run=manifest.run,
+            step=manifest.step,
+            rank=rank,
+            world=world,
+            kinds={name: tracked.kind(name) for name in tracked.names()},
+            names=tracked.names_within(),
+            generators=tracked.generator_names(),
+        )
+        others, own, notes = shared.tracked, shared.own, shared.notes
+        plain = [name for name in shared.names if name.partition(".")[0] not in fresh]
+        left = [name for name in shared.left if name.partition(".")[0] not in fresh]
     check_fresh(tracked, fresh, there=others)
     others = {name: part for name, part in others.items() if name not in fresh}
     check_parts([name for name in tracked.names() if name not in fresh], others)
@@ -192,20 +140,24 @@ def load(
     seen = _own_instead(metadata, rank) if same_world else metadata
     tensors = tracked.targets(others, seen)
     check_strict(tensors, seen, but=fresh)
+    wanted = flatten(tensors)
+    entries = to_be_tracked(metadata, but=fresh)
+    names = [*entries, *plain]
+    left_out = LeftOut.of({*left, *(name for name in entries if name not in wanted)}, names)
     if fresh:
         notes = [*notes, f"{', '.join(sorted(fresh))}: begins anew, as checkpoint.fresh_parts says"]
         if any(name in fresh for name, _ in tracked.named_optimizers()):
             own = {key: part for key, part in own.items() if key != "gradients"}  # they are for its next step
-    left = own.get("gradients")
-    if left is not None:
-        tensors[GRADIENTS] = tracked.gradients.targets(left, seen)
+    gradients = own.get("gradients")
+    if gradients is not None:
+        tensors[GRADIENTS] = tracked.gradients.targets(gradients, seen)
         if not same_world:
             _refuse_gradients_of_ranks(metadata, manifest.world.size)
-    wanted = flatten(tensors)
+    wanted = flatten(tensors)  # with the gradients
     _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
     rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
     reader.verify_rest(rest)
-    return LoadedState(tracked, tensors, others, own, manifest, notes, fresh)
+    return LoadedState(tracked, tensors, others, own, manifest, notes, fresh, left_out, names)
 
 
 def check_fresh(tracked: Tracked, fresh: Collection[str], *, there: Collection[str]) -> None:
@@ -246,6 +198,24 @@ def _refuse_gradients_of_ranks(metadata: Metadata, was: int) -> None:
                 f"the accumulated gradient {name} differs between the {was} ranks that saved it, so it "
                 f"cannot be shared out. Resume with {was} ranks"
             )
+
+
+def _refuse_other_tensors(tracked: Tracked, metadata: Metadata, was: int, world: int) -> None:
+    """Of tensors that differed between ranks, only the lowest rank's has the plain name (save/plan.py)."""
+    own = [key for key in metadata.state_dict_metadata if key.startswith(f"{OWN}.own_")]
+    names = {key.split(".", 2)[2]: int(key.split(".", 2)[1].removeprefix("own_")) for key in reversed(own)}
+    refused = sorted(
+        name for name in names.keys() - tracked.lowest(names) if not name.startswith(f"{GRADIENTS}.")
+    )
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise IncompleteStateError(
+            f"{refused[0]}{more} differs between the {was} ranks that saved it: rank {names[refused[0]]} has "
+            f"one of its own. Nothing says of which whole these are parts, so {world} ranks cannot share "
+            f"them out. Resume with {was} ranks; for checkpoints from then on, declare how they are divided: "
+            f"run.track(layout={{{refused[0]!r}: holdfast.Split(group, dimension)}}). If every rank may take "
+            f"the lowest rank's: layout={{{refused[0]!r}: 'lowest'}}"
+        )
 
 
 def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -> dict[str, Any]:

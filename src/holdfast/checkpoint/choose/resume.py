@@ -59,7 +59,7 @@ from holdfast.checkpoint.remote import (
     pull_named,
     pull_standing_of,
 )
-from holdfast.checkpoint.state import Tracked
+from holdfast.checkpoint.state import LeftOut, Tracked, misfit, tracked_by_nobody
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
 from holdfast.health import try_storage
 from holdfast.journal import JournalWriter
@@ -126,6 +126,8 @@ class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Copies whose bytes were found wrong while others served."""
     used: dict[str, int] = {}
     """Bytes that were read, by source, where there was more than one: own, peer, global."""
+    left_out: LeftOut = LeftOut()
+    """What this rank does not track of what the checkpoint holds."""
 
 
 class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,7 +285,7 @@ class Resumer:
                 offer = msgspec.structs.replace(offer, fresh=self._fresh_from(rung, resume_from))
                 number = self._propose(offer)
                 state, mine = self._try(offer)
-                found, unfit = self._gather(number, mine)
+                found, unfit = self._gather(number, mine, state.names if state is not None else ())
                 if unfit:
                     self._conclude(number, Conclusion(go_on=False, unfit=unfit))
                     raise IncompleteStateError(unfit)
@@ -395,8 +397,12 @@ class Resumer:
         for problem in book.publish_all(self._fence, map(str, self._root.names())):
             self._journal.write(Warned(message=problem))
 
-    def _gather(self, number: int, mine: LoadAnswer) -> tuple[list[str], str]:
-        """What is wrong, each thing once with the ranks that found it, and the first misfit."""
+    def _gather(self, number: int, mine: LoadAnswer, names: Sequence[str] = ()) -> tuple[list[str], str]:
+        """What is wrong, each thing once with the ranks that found it, and the first misfit.
+
+        `names`: of all that the checkpoint holds and some rank has to track.
+        """
+        left_out = [mine.left_out]
         found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
         unfit = mine.unfit
         used = Counter(mine.used)
@@ -411,10 +417,16 @@ class Resumer:
             if answer.problem:
                 found_by.setdefault(answer.problem, []).append(rank)
             unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
+            left_out.append(answer.left_out)
             used.update(answer.used)
             samples, tokens = samples + answer.samples, tokens + answer.tokens
             self._note_bad(answer.bad)
         self.counted = samples, tokens
+        if not found_by and not unfit and (nobody := tracked_by_nobody(left_out, names)):
+            where = "on any rank" if self._group.world_size > 1 else ""
+            unfit = str(
+                misfit([f"{name}: in the checkpoint, but not tracked {where}".rstrip() for name in nobody])
+            )
         if used:
             told = [f"{size(used[one])} {where}" for one, where in SOURCES.items() if used[one]]
             self._sources.append(f"read {', '.join(told)}")
@@ -571,6 +583,7 @@ class Resumer:
                     return state, LoadAnswer(
                         samples=counted["samples"],
                         tokens=counted["tokens"],
+                        left_out=state.left_out,
                         used=dict(shards.used) if shards is not None else {},
                         bad=shards.bad if shards is not None else [],
                     )

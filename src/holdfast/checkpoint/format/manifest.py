@@ -156,7 +156,7 @@ class CheckpointRoot:
 
 
 FORMAT = 1
-UNDERSTOOD: frozenset[str] = frozenset({"holdfast_gradients"})
+UNDERSTOOD: frozenset[str] = frozenset({"holdfast_gradients", "holdfast_nested"})
 """Names a manifest may list in `needs` that this release understands."""
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
@@ -231,7 +231,22 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: Annotated[int, msgspec.Meta(ge=1)]
     backend: str = ""
     layout: dict[str, Any] = {}
-    """Mesh dimensions by name, where the tracked state has any."""
+    """Of the device meshes, where there are any: the `sizes` of their dimensions by name, and by name the
+    `coordinates` of each rank."""
+    tied: list[str] = []
+    """Names of tensors that differ between ranks, so that no other number of ranks can take them up."""
+
+
+def tied_words(tied: list[str]) -> str:
+    """What ties a checkpoint to its number of ranks, in short; empty if nothing does."""
+    more = f" and {len(tied) - 1} more" if len(tied) > 1 else ""
+    return (
+        f"{tied[0]}{more} differ between ranks"
+        if more
+        else f"{tied[0]} differs between ranks"
+        if tied
+        else ""
+    )
 
 
 OF_THE_JOB = "job"

@@ -473,6 +473,7 @@ class LocalCommitter:
             attempt=sealed.attempt,
             manifest=manifests.encode(sealed)[1],
             created=sealed.created,
+            tied=manifests.tied_words(sealed.world.tied),
         )
         with self._fence.guard(f"commit {name} in the local tier"):
             record_commit(self._control, self._fence, record)

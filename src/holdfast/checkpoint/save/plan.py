@@ -13,7 +13,7 @@ import functools
 import operator
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from holdfast.base import StorageInfo, create_write_items, flatten_state_dict, is_traceable_wrapper_subclass
@@ -38,6 +38,7 @@ from holdfast.checkpoint.format import (
     Frames,
     Item,
     Layout,
+    PartEntry,
     about,
     check_placeholder,
     cut,
@@ -46,7 +47,7 @@ from holdfast.checkpoint.format import (
     placeholder,
 )
 from holdfast.checkpoint.format import metadata as metadatas
-from holdfast.checkpoint.state import OWN
+from holdfast.checkpoint.state import OWN, Piece, piece_name
 from holdfast.errors import SaveFailedError
 from holdfast.record import Group, gather, scatter
 
@@ -110,6 +111,7 @@ def _odd(rank: int) -> int:
 
 
 Digests = Mapping[str, str]
+"""By name, or by name and offsets of what is a part of a larger tensor."""
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -122,6 +124,8 @@ class SnapshotPlanner(DefaultSavePlanner):
 
     def __init__(self, state: dict[str, Any], rank: int, *, is_coordinator: bool) -> None:
         super().__init__(dedup_save_to_lowest_rank=False)
+        self.differing: list[str] = []
+        """On the coordinator, once all have planned: names of what ranks hold differently."""
         self._prefix = own_prefix(rank)
         flat: dict[str, Any] = {}
         self._unmapped: dict[str, Any] | None = None
@@ -149,6 +153,8 @@ class SnapshotPlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if len(all_plans) > 1:
             differing = differing_names([plan.storage_data for plan in all_plans])
+            _refuse_differing_parts(differing, all_plans)
+            self.differing = sorted(set().union(*differing.values()))
             all_plans = [
                 _store_own(plan, differing.get(rank, frozenset()), own_prefix(rank))
                 for rank, plan in enumerate(all_plans)
@@ -183,9 +189,9 @@ class SnapshotPlanner(DefaultSavePlanner):
         return found
 
     def plain_tensors(self) -> dict[str, torch.Tensor]:
-        """Those that other ranks may hold under the same name."""
+        """Those that other ranks may hold under the same name, or as the same part of a whole."""
         return {
-            name: value
+            piece_name(name, value): value.local if isinstance(value, Piece) else value
             for name, value in self.state_dict.items()
             if isinstance(value, torch.Tensor)
             and not isinstance(value, DTensor)
@@ -219,6 +225,17 @@ def differing_names(digests: Sequence[Digests]) -> dict[int, frozenset[str]]:
     return differing
 
 
+def _refuse_differing_parts(differing: Mapping[int, frozenset[str]], plans: Sequence[SavePlan]) -> None:
+    """Two ranks that declare the same part of a tensor must hold the same: only one of them is stored."""
+    named = {item.index.fqn for plan in plans for item in plan.items}
+    for rank, names in differing.items():
+        if part := next((name for name in sorted(names) if name not in named), None):
+            raise SaveFailedError(
+                f"{part}: rank {rank} holds something else than a lower rank does, and layout declares them "
+                "to be the same part of the same tensor. Declare every dimension along which it is cut"
+            )
+
+
 def _store_own(plan: SavePlan, names: frozenset[str], prefix: str) -> SavePlan:
     items = [
         dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=prefix + item.index.fqn))
@@ -231,6 +248,66 @@ def _store_own(plan: SavePlan, names: frozenset[str], prefix: str) -> SavePlan:
         **{prefix + name: (*prefix.rstrip(".").split("."), name) for name in names},
     }
     return dataclasses.replace(plan, items=items, storage_data=None, planner_data=mappings)
+
+
+MOST_TIED = 100
+"""Names that a manifest lists of what ties a checkpoint to its number of ranks."""
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of its state when a save is planned, besides what it would store."""
+
+    lowest: frozenset[str] = frozenset()
+    """Names of tensors of which other numbers of ranks are to take the lowest rank's."""
+    idle: frozenset[str] = frozenset()
+    """Patterns of the declared layout that match none of its tensors."""
+    coordinates: dict[str, tuple[int, int]] = {}
+    """By dimension of its device meshes: (this rank's place there, how many there are)."""
+    parts: dict[str, PartEntry] = {}
+    nested: bool = False
+
+
+class PlanFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plans of all ranks together show."""
+
+    tied: list[str] = []
+    """Tensors that differ between ranks, so that no other number of ranks can take them up; the first few."""
+    parts: dict[str, PartEntry] = {}
+    """Parts that rank 0 does not track."""
+    nested: bool = False
+    """Whether some rank's blob holds forms (state/nested.py)."""
+    layout: dict[str, Any] = {}
+    """The sizes of the device meshes' dimensions by name, and each rank's coordinates there."""
+
+
+def combine(differing: Sequence[str], facts: Sequence[RankFacts]) -> PlanFacts:
+    """Pure: what all ranks' facts come to; an error if a declaration is about nothing."""
+    idle = frozenset.intersection(*(one.idle for one in facts)) if facts else frozenset()
+    if idle:
+        raise SaveFailedError(
+            f"track(layout={{{min(idle)!r}: …}}): no rank has a tensor of that name. Patterns are of full "
+            "names, such as model.layers.0.weight"
+        )
+    lowest = frozenset[str]().union(*(one.lowest for one in facts))
+    sizes: dict[str, int] = {}
+    for one in facts:
+        sizes |= {name: size for name, (_, size) in one.coordinates.items()}
+    layout: dict[str, Any] = {}
+    if sizes:
+        coordinates = {
+            name: [one.coordinates[name][0] if name in one.coordinates else None for one in facts]
+            for name in sorted(sizes)
+        }
+        layout = {"sizes": dict(sorted(sizes.items())), "coordinates": coordinates}
+    parts: dict[str, PartEntry] = {}
+    for one in reversed(facts):
+        parts |= one.parts
+    return PlanFacts(
+        tied=[name for name in differing if name not in lowest][:MOST_TIED],
+        layout=layout,
+        parts={name: entry for name, entry in parts.items() if name not in facts[0].parts},
+        nested=any(one.nested for one in facts),
+    )
 
 
 @dataclass(frozen=True)
@@ -247,11 +324,23 @@ class Plan:
     """Those that this rank has a part in."""
     declared: Declared | None
     """On rank 0."""
+    facts: PlanFacts = field(default_factory=PlanFacts)
+    """On rank 0."""
 
     @functools.cached_property
     def names(self) -> list[str]:
         """Of the items."""
         return [item.index.fqn for item in self.items]
+
+    @functools.cached_property
+    def digest_keys(self) -> list[str]:
+        """Of the items: under which name a digest of the same tensor is known."""
+        return [
+            f"{item.index.fqn}{list(item.index.offset)}"
+            if item.index.offset is not None and item.type is WriteItemType.SHARD
+            else item.index.fqn
+            for item in self.items
+        ]
 
     @functools.cached_property
     def raw_places(self) -> list[tuple[int, int]]:
@@ -324,6 +413,9 @@ def _properties(tensor: torch.Tensor) -> TensorProperties:
 
 
 def _kind(value: object) -> str:
+    if isinstance(value, Piece):
+        where = f"{tuple(value.local.shape)} {tuple(value.offsets)}"
+        return f"part {value.dtype} {tuple(value.shape)} {where} {value.requires_grad}"
     if isinstance(value, DTensor):
         mesh, local = value.device_mesh, value.to_local()
         where = f"{value.placements} {tuple(mesh.mesh.shape)} {mesh.mesh.flatten().tolist()}"
@@ -340,7 +432,13 @@ def _plain_kind(dtype: object, shape: Iterable[int], layout: object, requires_gr
 
 
 def make_plan(
-    group: Group, number: int, planner: SnapshotPlanner, signature: str, digests: Digests, frames: Frames
+    group: Group,
+    number: int,
+    planner: SnapshotPlanner,
+    signature: str,
+    digests: Digests,
+    frames: Frames,
+    facts: RankFacts | None = None,
 ) -> Plan:
     """All ranks together, and all take part in every exchange, whatever went wrong on one of them.
 
@@ -348,7 +446,7 @@ def make_plan(
     """
     local: bytes | str  # pickled here, where a failure can still be told
     try:
-        local = pickle.dumps(planner.local_plan(digests))
+        local = pickle.dumps((planner.local_plan(digests), facts or RankFacts()))
     except FAILURES as error:
         if group.world_size == 1:
             raise
@@ -356,9 +454,12 @@ def make_plan(
     plans = gather(group, local)
     replies: list[bytes | str] | None = None
     declared: Declared | None = None
+    found = PlanFacts()
     if plans is not None:
         try:
-            made, declared = _plan_for_all(planner, [_require(plan) for plan in plans], frames)
+            told = [_require(plan) for plan in plans]
+            made, declared = _plan_for_all(planner, [plan for plan, _ in told], frames)
+            found = combine(planner.differing, [one for _, one in told])
             replies = [pickle.dumps(reply) for reply in made]
         except FAILURES as error:
             if group.world_size == 1:
@@ -370,13 +471,13 @@ def make_plan(
     mine, sharings = pickle.loads(reply)
     items = planner.finish_plan(mine).items
     layout, used = lay_out(items, group.rank, frames)
-    return Plan(number, signature, items, used, layout, sharings, declared)
+    return Plan(number, signature, items, used, layout, sharings, declared, found)
 
 
-def _require(plan: bytes | str) -> SavePlan:
+def _require(plan: bytes | str) -> tuple[SavePlan, RankFacts]:
     if isinstance(plan, str):
         raise SaveFailedError(plan)
-    return cast("SavePlan", pickle.loads(plan))
+    return cast("tuple[SavePlan, RankFacts]", pickle.loads(plan))
 
 
 def _plan_for_all(

@@ -68,7 +68,6 @@ from holdfast.checkpoint.save.handoff import (
 )
 from holdfast.checkpoint.save.plan import Plan
 from holdfast.checkpoint.save.snapshot import Buffer, Snapshot, Snapshotter, Staged, Stager
-from holdfast.checkpoint.state import GRADIENTS
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal import Event
 from holdfast.journal.events import SaveCommitted
@@ -131,7 +130,12 @@ class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
             attempt=self.attempt,
             epoch=self.fence.epoch,
             created=time.time(),
-            world=World(size=self.group.world_size, backend=self.group.backend),
+            world=World(
+                size=self.group.world_size,
+                backend=self.group.backend,
+                layout=snapshot.plan.facts.layout,
+                tied=snapshot.plan.facts.tied,
+            ),
             parts=snapshot.parts,
             files=[],
             versions=facts.versions,
@@ -140,7 +144,7 @@ class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
             counts=OF_THE_JOB,
             reason=facts.reason,
             windows=facts.windows,
-            needs=[GRADIENTS] if GRADIENTS in snapshot.parts else [],
+            needs=snapshot.needs,
             proof=snapshot.proof,
         )
 

@@ -43,6 +43,7 @@ from holdfast.checkpoint.format import fingerprint as fingerprints
 from holdfast.checkpoint.save.device import DeviceStager, InFlight, Owned, Pinned, TensorPiece, pin, prefault
 from holdfast.checkpoint.save.plan import (
     Plan,
+    RankFacts,
     SnapshotPlanner,
     make_plan,
     metadata_of,
@@ -52,14 +53,17 @@ from holdfast.checkpoint.save.plan import (
 )
 from holdfast.checkpoint.state import (
     GRADIENTS,
+    NESTED,
     OWN,
     Initial,
     Report,
     Subject,
     Tracked,
     alive,
+    coordinates,
     has_schedule,
     in_question,
+    is_lifted,
     merge,
     prove,
     rank_key,
@@ -103,6 +107,14 @@ class Snapshot:
     samples: int = 0
     tokens: int = 0
     """Of all ranks together."""
+
+    @property
+    def needs(self) -> list[str]:
+        """Features without which it cannot be read correctly."""
+        return [
+            *([GRADIENTS] if GRADIENTS in self.parts else []),
+            *([NESTED] if self.plan.facts.nested else []),
+        ]
 
     def fingerprints(self) -> list[str]:
         """Of every tensor, on its device, as it is now."""
@@ -270,14 +282,14 @@ class Snapshotter:
         digests = collected.digests
         prints: dict[int, str] = {}
         if digests:  # with one rank there are none
-            prints = {at: digests[fqn] for at, fqn in enumerate(plan.names) if fqn in digests}
+            prints = {at: digests[key] for at, key in enumerate(plan.digest_keys) if key in digests}
         self.counted = samples, tokens
         return Snapshot(
             name,
             plan,
             tensors,
             prints,
-            collected.parts,
+            {**plan.facts.parts, **collected.parts},
             self._proof,
             self._serial,
             samples=samples,
@@ -392,6 +404,13 @@ class Snapshotter:
             collected.signature,
             collected.digests,
             self._frames,
+            RankFacts(
+                lowest=self.tracked.lowest(collected.digests),
+                idle=frozenset(self.tracked.division.idle),
+                coordinates=coordinates(),
+                parts=collected.parts,
+                nested=any(map(is_lifted, collected.others.values())),
+            ),
         )
         tensors = _tensors(collected.planner, plan)
         self._plan = plan

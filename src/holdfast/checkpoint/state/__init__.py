@@ -15,18 +15,24 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.state import module
     from holdfast.checkpoint.state.adapters import flatten
     from holdfast.checkpoint.state.gradient_state import GRADIENTS, is_placeholder
-    from holdfast.checkpoint.state.module import LOOSE
+    from holdfast.checkpoint.state.module import LOOSE, RECORD
+    from holdfast.checkpoint.state.nested import NESTED, is_lifted
     from holdfast.checkpoint.state.optimizer import uncollected
+    from holdfast.checkpoint.state.pieces import Piece, Split, coordinates, piece_name
     from holdfast.checkpoint.state.proof import Initial, Report, Subject, first_difference, merge, prove
     from holdfast.checkpoint.state.tracked import (
         OWN,
+        LeftOut,
         Tracked,
         UnreadObjectsError,
         check_parts,
         check_strict,
         from_blob,
+        misfit,
         rank_key,
+        to_be_tracked,
         to_blob,
+        tracked_by_nobody,
     )
     from holdfast.checkpoint.state.untracked import (
         alive,

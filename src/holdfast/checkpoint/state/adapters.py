@@ -45,8 +45,11 @@ class GeneratorState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"state": self._generator.get_state()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self._generator.set_state(state["state"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "seed" in state:  # at another number of ranks
+            self._generator.manual_seed(state["seed"])
+        else:
+            self._generator.set_state(state["state"])
 
 
 class TrackerState:
@@ -59,7 +62,32 @@ class TrackerState:
         return {"states": dict(self._tracker.get_states())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._tracker.set_states(state["states"])
+        if "seed" not in state:
+            self._tracker.set_states(state["states"])
+            return
+        now = dict(self._tracker.get_states())  # at another number of ranks
+        self._tracker.set_states(
+            {name: _seeded(one, state["seed"] + at) for at, (name, one) in enumerate(sorted(now.items()))}
+        )
+
+
+def _seeded(state: Any, seed: int) -> Any:
+    """A generator's state after another seed, of the kind that it has: of a CUDA device, or of the host."""
+    if isinstance(state, torch.Generator):
+        return state.manual_seed(seed)
+    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
+        raise IncompleteStateError(
+            f"the tracker of random numbers keeps a {type(state).__name__}, which cannot be seeded anew for "
+            "another number of ranks. Resume with as many ranks as saved it"
+        )
+    if state.numel() == _PHILOX_BYTES:
+        words = torch.tensor([seed, 0], dtype=torch.int64)
+        return words.view(torch.uint8).to(state.device)
+    return torch.Generator().manual_seed(seed).get_state().to(state.device)
+
+
+_PHILOX_BYTES = 16
+"""Of a CUDA generator's state: its seed, and how far it has come."""
 
 
 class ScheduleState:
@@ -193,6 +221,11 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
         return tensor
     names, _ = whole.__tensor_flatten__()
     return Wrapped(tensor, {name: unwrapped(getattr(tensor, name)) for name in names})
+
+
+def is_storable(value: object) -> bool:
+    """Whether it is a tensor that DCP stores as such. Others, such as sparse ones, stay in the blob."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

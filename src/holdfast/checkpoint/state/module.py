@@ -268,6 +268,12 @@ def _buffers(found: list[Submodule]) -> Iterator[tuple[str, torch.Tensor, bool]]
                 yield member.name + leaf, buffer, leaf not in member.module._non_persistent_buffers_set
 
 
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers by the names that they have in a checkpoint."""
+    for name, buffer, _ in _buffers(members(model)):
+        yield name, buffer
+
+
 def _fingerprints(tensors: Mapping[str, Any]) -> dict[str, str]:
     """Of what this rank holds of tensors, by name; those that cannot be seen as plain bytes are left out."""
     kinds: dict[str, str] = {}

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from holdfast.base import is_traceable_wrapper_subclass, local_part
 from holdfast.checkpoint.format import FAILURES, about
-from holdfast.checkpoint.state.adapters import Wrapped, unwrapped
+from holdfast.checkpoint.state.adapters import Wrapped, is_storable, unwrapped
 from holdfast.checkpoint.state.unchanged import usual_entries
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
@@ -207,11 +207,11 @@ def collect(
                 made.append((name, None))
             continue
         state[name] = {}
-        keys.setdefault(tuple(one for one in entry if _is_storable(entry[one])), []).append(name)
+        keys.setdefault(tuple(one for one in entry if is_storable(entry[one])), []).append(name)
         for one, value in entry.items():
             if entry is not own and not (isinstance(own, dict) and own.get(one) is value):
                 made.append((name, one))
-            if _is_storable(value):
+            if is_storable(value):
                 lifting.lift(value, ("state", name, one), name)
             elif _holds_tensor(value):
                 nested.setdefault(name, {})[one] = lifting.form(value, ("state", name, one), name)
@@ -280,7 +280,7 @@ class _Lifting:
         node[path[-1]] = value
 
     def form(self, value: Any, path: Path, home: str) -> Form:
-        if _is_storable(value):
+        if is_storable(value):
             self.lift(value, path, home)
             return ("tensor",)
         if not _holds_tensor(value):
@@ -296,16 +296,11 @@ class _Lifting:
         return (type(value).__name__, forms)
 
 
-def _is_storable(value: object) -> bool:
-    """Whether it is a tensor that DCP stores as such. Others, such as sparse ones, stay in the blob."""
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
-
-
 def _holds_tensor(value: object) -> bool:
     if type(value) in (dict, OrderedDict):
-        return any(_is_storable(one) or _holds_tensor(one) for one in value.values())  # type: ignore[attr-defined]
+        return any(is_storable(one) or _holds_tensor(one) for one in value.values())  # type: ignore[attr-defined]
     if type(value) in (list, tuple, deque) or is_named_tuple(value):
-        return any(_is_storable(one) or _holds_tensor(one) for one in value)  # type: ignore[attr-defined]
+        return any(is_storable(one) or _holds_tensor(one) for one in value)  # type: ignore[attr-defined]
     return False
 
 
@@ -623,7 +618,7 @@ def live_tensors(optimizer: Optimizer, homes: Mapping[str, _Home]) -> dict[Path,
     found: dict[Path, torch.Tensor] = {}
 
     def walk(value: Any, path: Path) -> None:
-        if _is_storable(value):
+        if is_storable(value):
             found[path] = value
         elif isinstance(value, dict):
             for key, one in value.items():

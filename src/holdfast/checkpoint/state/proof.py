@@ -59,7 +59,7 @@ from holdfast.base import local_part
 from holdfast.checkpoint.format import FAILURES, Proof, needs_more_than_a_fork
 from holdfast.checkpoint.save import PR_SET_PDEATHSIG
 from holdfast.checkpoint.state.adapters import flatten
-from holdfast.checkpoint.state.tracked import Tracked, check_parts, check_strict, from_blob, to_blob
+from holdfast.checkpoint.state.tracked import Tracked, check_parts, check_strict, from_blob, misfit, to_blob
 from holdfast.checkpoint.state.untracked import Unheld, versions_of
 from holdfast.errors import IncompleteStateError
 from holdfast.process import MemoryMapping, proc
@@ -588,6 +588,8 @@ class _Proof:
             check_parts(self._tracked.names(), given)
             targets = self._tracked.targets(given, metadata)
             check_strict(targets, metadata)
+            if lost := sorted(self._stored.keys() - flatten(targets).keys()):
+                raise misfit([f"{name}: in the checkpoint, but not tracked" for name in lost])
         except FAILURES as error:
             if not self._elsewhere and not needs_more_than_a_fork(error):
                 self._fail(f"a resume would refuse it: {_told(error)}")

@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Collection, Mapping
+import operator
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint.format import PartEntry, naming
-from holdfast.checkpoint.state import module, optimizer, optimizer_load
+from holdfast.checkpoint.state import module, nested, optimizer, optimizer_load
 from holdfast.checkpoint.state.adapters import GeneratorState, Stateful, TrackerState, as_stateful, flatten
 from holdfast.checkpoint.state.gradient_state import GRADIENTS, GradientState
+from holdfast.checkpoint.state.pieces import Division
 from holdfast.checkpoint.state.unchanged import Known
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
@@ -45,6 +50,8 @@ class Tracked:
         self._given: dict[str, object] = {}
         self._built: dict[str, module.Built] = {}
         self._known: dict[str, Known] = {}
+        self.division = Division()
+        """What is declared of tensors that do not say themselves how they are divided."""
         self.gradients = GradientState(self)
         """What lies between backward and optimizer at a step boundary."""
         self._kinds: dict[str, str] = {}
@@ -83,6 +90,10 @@ class Tracked:
         self._built = {name: module.look_at(model) for name, model in self.models()}
         self._known = {name: Known() for name in self._built}
         self._kinds = {name: self.kind(name) for name in self._objects}
+        if self.division.declared:
+            self.division.settle(
+                {name: module.collect(model, name, None)[0] for name, model in self.models()}
+            )
 
     def names(self) -> list[str]:
         return list(self._objects)
@@ -93,6 +104,12 @@ class Tracked:
     def kind(self, name: str) -> str:
         thing = self._objects[name]
         return _kind(thing, self._owner(thing))
+
+    def _owners(self) -> dict[str, str]:
+        """By optimizer, the model that has all of its parameters."""
+        names = {id(model): name for name, model in self.models()}
+        found = {name: self._owner(thing) for name, thing in self._objects.items()}
+        return {name: names[id(owner)] for name, owner in found.items() if owner is not None}
 
     def _owner(self, thing: object, *, just_collected: bool = False) -> nn.Module | None:
         """The tracked model that holds all of an optimizer's parameters, if there is one."""
@@ -163,7 +180,9 @@ class Tracked:
                     names = self._names_in(owner)
                     tensors[name], others[name] = optimizer.collect(name, thing, owner, names)
                 else:
-                    others[name] = thing.state_dict()
+                    tensors[name], others[name] = nested.lift(thing, thing.state_dict())
+        if self.division:
+            tensors = self.division.cut(tensors, self._owners())
         return tensors, others
 
     def _names_in(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -201,6 +220,8 @@ class Tracked:
     def targets(self, others: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
         """The tensors, by part, that a load of this checkpoint reads into. `others` is all else in it."""
         tensors: dict[str, Any] = {}
+        if self.division:
+            metadata = self.division.local(metadata, self._owners())
         for name, model in self.models():  # first: optimizers look at the parameters' shapes
             module.materialise(model, name, metadata)
             tensors[name] = module.targets(model, name, others[name], metadata)
@@ -209,7 +230,9 @@ class Tracked:
                 continue  # it begins anew
             if isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 tensors[name] = optimizer.targets(name, thing, owner, others[name], metadata)
-        return tensors
+            elif nested.is_lifted(others[name]):
+                tensors[name] = nested.targets(name, others[name], metadata)
+        return self.division.cut(tensors, self._owners()) if self.division else tensors
 
     def stock_targets(self, name: str, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """(tensors, all else) that a plain DCP directory may hold of an optimizer; None of anything else."""
@@ -230,6 +253,9 @@ class Tracked:
     def apply_part(self, name: str, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         """The same of one part."""
         thing = self._objects[name]
+        tensors = self.division.mended(tensors) if self.division else tensors
+        if nested.is_lifted(others[name]):
+            others = {**others, name: nested.whole(others[name], tensors.get(name, {}))}
         if isinstance(thing, nn.Module):
             module.apply(thing, name, tensors.get(name, {}), others[name], self._built.get(name))
         elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
@@ -238,6 +264,42 @@ class Tracked:
             optimizer_load.load_packed(name, thing, others[name])
         else:
             thing.load_state_dict(others[name])
+
+    def generator_names(self) -> list[str]:
+        """The tracked generators of random numbers, and trackers of several."""
+        return [name for name, one in self._objects.items() if isinstance(one, GeneratorState | TrackerState)]
+
+    def names_within(self) -> dict[str, frozenset[str]]:
+        """By part: the prefixes of a model's modules, and the names of an optimizer's parameters."""
+        found: dict[str, frozenset[str]] = {}
+        for name, thing in self._objects.items():
+            if isinstance(thing, nn.Module):
+                found[name] = frozenset(one.name for one in module.members(thing))
+            elif (owner := self._owner(thing)) is not None:
+                found[name] = frozenset(optimizer.parameter_names(owner))
+        return found
+
+    def lowest(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of these full names of which other numbers of ranks are to take the lowest rank's tensor.
+
+        As declared, and of DDP's buffers: it hands rank 0's to all ranks before every forward.
+        """
+        broadcast = self._broadcast_buffers()
+        return frozenset(name for name in names if name in broadcast or self.division.is_lowest(name))
+
+    def _broadcast_buffers(self) -> frozenset[str]:
+        from holdfast.checkpoint.state.untracked import alive  # it builds on this
+
+        handed: set[int] = set()
+        for ddp in alive(DistributedDataParallel):
+            if ddp.broadcast_buffers:
+                handed |= {id(buffer) for buffer in ddp.module.buffers()}
+        return frozenset(
+            f"{part}.{name}"
+            for part, model in self.models()
+            for name, buffer in module.named_buffers(model)
+            if id(buffer) in handed
+        )
 
     def parts(self, tensors: Mapping[str, Any]) -> dict[str, PartEntry]:
         """Of what `collect` has just given."""
@@ -261,26 +323,59 @@ def _count(tree: Mapping[str, Any]) -> int:
     )
 
 
-def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collection[str] = ()) -> None:
-    """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently.
+class LeftOut(msgspec.Struct, frozen=True):
+    """What a rank does not track of what a checkpoint holds; together the ranks say what nobody tracks.
 
-    `but` names parts that do not matter.
+    A set of bits over the names of all that has to be tracked, which all ranks know alike; empty if it is
+    nothing.
+    """
+
+    bits: bytes = b""
+
+    @classmethod
+    def of(cls, left: Collection[str], names: Sequence[str]) -> LeftOut:
+        if not left:
+            return cls()
+        mask = bytearray(len(names) // 8 + 1)
+        for at, name in enumerate(names):
+            mask[at // 8] |= (name in left) << at % 8
+        return cls(zlib.compress(mask))
+
+    def mask(self) -> int:
+        return int.from_bytes(zlib.decompress(self.bits), "little") if self.bits else 0
+
+
+def tracked_by_nobody(left_out: Iterable[LeftOut], names: Sequence[str]) -> list[str]:
+    """Pure: the names that all ranks have left out."""
+    mask = functools.reduce(operator.and_, (one.mask() for one in left_out))
+    return [name for at, name in enumerate(names) if mask >> at & 1] if mask else []
+
+
+def to_be_tracked(metadata: Metadata, *, but: Collection[str] = ()) -> list[str]:
+    """The names of the entries that some rank has to track, sorted."""
+    ours = tuple(f"{part}." for part in (OWN, GRADIENTS, *but))
+    return sorted(
+        key
+        for key in metadata.state_dict_metadata
+        if not key.startswith(ours) and f".{module.LOOSE}" not in key  # a rank reads those that it stored
+    )
+
+
+def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collection[str] = ()) -> None:
+    """All that is tracked is there, by name, shape and dtype: DCP casts dtypes silently.
+
+    The other direction is for all ranks together to check: see `LeftOut`. `but` names parts that do not
+    matter.
     """
     wanted = flatten(tensors)
-    stored = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if not key.startswith(tuple(f"{part}." for part in (OWN, GRADIENTS, *but)))
-    }
-    problems = [f"{key}: tracked, but not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())]
-    problems += [
-        f"{key}: in the checkpoint, but not tracked"
-        for key in sorted(stored.keys() - wanted.keys())
-        if f".{module.LOOSE}" not in key  # a rank reads those that it stored itself
-    ]
-    for key in sorted(wanted.keys() & stored.keys()):
-        entry, tensor = stored[key], wanted[key]
-        if not isinstance(entry, TensorStorageMetadata):
+    stored = metadata.state_dict_metadata
+    ignored = tuple(f"{part}." for part in (OWN, GRADIENTS, *but))
+    problems: list[str] = []
+    for key in sorted(wanted):
+        entry, tensor = stored.get(key), wanted[key]
+        if entry is None or key.startswith(ignored):
+            problems.append(f"{key}: tracked, but not in the checkpoint")
+        elif not isinstance(entry, TensorStorageMetadata):
             problems.append(f"{key}: a tensor is tracked, the checkpoint holds an object")
         elif entry.size != tensor.size():
             problems.append(
@@ -289,13 +384,17 @@ def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collect
         elif entry.properties.dtype != tensor.dtype:
             problems.append(f"{key}: {tensor.dtype} tracked, {entry.properties.dtype} in the checkpoint")
     if problems:
-        shown = "\n  ".join(problems[:12]) + (
-            f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else ""
-        )
-        raise IncompleteStateError(
-            f"the tracked state does not fit the checkpoint ({len(problems)} differences):\n  {shown}\n"
-            "Make the script track what was saved, or start with resume_from = 'fresh'"
-        )
+        raise misfit(problems)
+
+
+def misfit(problems: Sequence[str]) -> IncompleteStateError:
+    """Of what is tracked and what is in a checkpoint, in both directions."""
+    more = f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else ""
+    shown = "\n  ".join(problems[:12]) + more
+    return IncompleteStateError(
+        f"the tracked state does not fit the checkpoint ({len(problems)} differences):\n  {shown}\n"
+        "Make the script track what was saved, or start with resume_from = 'fresh'"
+    )
 
 
 def check_parts(names: list[str], parts: Mapping[str, Any]) -> None:
