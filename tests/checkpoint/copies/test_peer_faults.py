@@ -366,7 +366,7 @@ def test_another_runs_server_is_refused(lab: Lab, tmp_path: Path) -> None:
     copy = lab.copy(ours)
     with lab.server(ours) as (_, port):
         reader = PeerReader(("127.0.0.1", port), other, timeout=3)
-        with pytest.raises(PeerError, match=f"is it of run {other.run_id}"):
+        with pytest.raises(PeerError, match=f"does it belong to run {other.run_id}"):
             reader.read_into(
                 memoryview(bytearray(1)), checkpoint=copy[0].checkpoint, path="__3_0.distcp", offset=0
             )

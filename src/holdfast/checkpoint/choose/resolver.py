@@ -174,7 +174,8 @@ def resolve_resume(
     applied = origin_now(found, resume_from) if resume_from != "auto" else None
     if applied is not None and not applies_again(force=force, environ=environ):
         resolution = _Resolver(found, root, remote, quick, progress).resolve("auto", force=False)
-        note = f"resume_from = {resume_from!r} is not applied again: attempt {applied.attempt} applied it"
+        applied_by = f"was applied by attempt {applied.attempt}, and is not applied again"
+        note = f"resume_from = {resume_from!r} {applied_by}"
         return msgspec.structs.replace(resolution, why=[*resolution.why, note])
     return _Resolver(found, root, remote, quick, progress).resolve(resume_from, force=force)
 
