@@ -245,7 +245,7 @@ def finish(
 
 
 def is_sealed(root: CheckpointRoot, name: CheckpointName) -> Manifest | None:
-    """The manifest that an interrupted `finish` left, staged or even committed; None if it got less far.
+    """The manifest that an interrupted `finish` left, staged or even committed; None if it left none.
 
     It is written last, when all else is durable, so if it can be read there is nothing left to write.
     """

@@ -295,7 +295,7 @@ class ReadBack:
                 return
             self._start()
         if self._child is not None and self._child.connected:
-            # It may have requests enough, or be dead: the next call will show.
+            # It may have enough requests, or be dead: the next call will show.
             with contextlib.suppress(Gone):
                 self._child.line.send(LookAgain())
 

@@ -1,9 +1,9 @@
 """Retention: deletes the checkpoints that the policy gives up.
 
-Guarantee: a checkpoint is there whole, or it is gone from the root. Each one is taken away by one rename
-into the trash, under the fence, after a record that says so; only then, and without the fence, is it
-deleted. A cut in between leaves trash, which the next start sweeps. A checkpoint
-that is gone without such a record was lost.
+Guarantee: a checkpoint is there whole, or it is gone from the root. Each one is taken away by one rename into
+the trash, under the fence, after a record that says so; only then, and without the fence, is it deleted. A
+cut in between leaves trash, which the next start sweeps. A checkpoint that is gone without such a record was
+lost.
 
 There is one owner: whoever holds the run's lease, which is rank 0 of an attempt after a commit, or
 `holdfast ckpt gc`. So nothing is deleted while a resume reads: a new attempt claims the lease first, and from

@@ -1,7 +1,6 @@
 """The ladder: which checkpoints a start may take, why not the others, and which a decision suspects.
 
-Every caller takes the same inventory and walks the ladder in the same way. What is done at a rung is passed
-in:
+Every caller takes the same inventory and walks down in the same way. What is done at a rung is passed in:
 
 * A resume (`resume`) has all ranks load and verify the rung, and they agree on it. It holds the lease,
   fetches what is missing or bad, and tests the storage after two unusable rungs in a row.
@@ -105,7 +104,7 @@ ALARM = 2
 PROBE_SIZE = 8 * 1024 * 1024
 """Bytes with which the storage is tested."""
 NAMED_OWNERS = 8
-"""How many of other runs' checkpoints have their run looked up: enough to show what happened."""
+"""How many checkpoints of other runs have their run looked up: enough to show what happened."""
 MAX_LINKS = 40
 """How many links in a row are followed: as many as the kernel follows."""
 
@@ -681,9 +680,9 @@ def write_down(
     root: FailureRecord | None,
     decision: Decision,
 ) -> None:
-    """Everything that must outlive this process: what is excluded or suspect, why, and last the history.
+    """Everything that must outlive this process: what is excluded or suspect, why, and, last, the history.
 
-    If an attempt's history lacks it, the decision about it may not have been written down completely.
+    If the history lacks it for an attempt, the decision about that one may not have been written down whole.
     """
     for one in decision.exclude:
         exclude(control, one.node, one.device, one.reason, "recovery", failed.number)
@@ -691,7 +690,8 @@ def write_down(
         readmit(control, node, None, decision.reason, "recovery", failed.number)
     write_findings(control, fence, journal, failed.number, decision)
     keep_incident(control, failed, decision)
-    by_ranks = failed.rejection is not None and failed.rejection.kind is Kind.DEVICE  # they journal it
+    # The ranks themselves have journalled the verdict on a device.
+    by_ranks = failed.rejection is not None and failed.rejection.kind is Kind.DEVICE
     if decision.verdict and failed.rejection is not None and not by_ranks:
         accused = decision.exclude[0] if decision.exclude else None
         journal.write(

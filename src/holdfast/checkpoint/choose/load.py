@@ -195,7 +195,7 @@ def load(
     if fresh:
         notes = [*notes, f"{', '.join(sorted(fresh))}: begins anew, as checkpoint.fresh_parts says"]
         if any(name in fresh for name, _ in tracked.named_optimizers()):
-            own = {key: part for key, part in own.items() if key != "gradients"}  # for its next step
+            own = {key: part for key, part in own.items() if key != "gradients"}  # meant for its next step
     left = own.get("gradients")
     if left is not None:
         tensors[GRADIENTS] = tracked.gradients.targets(left, seen)

@@ -1,11 +1,11 @@
 """Which checkpoint a start would resume from, by evidence, before anything is started. No torch, no lease.
 
 Guarantee: nothing is changed, and nothing is chosen that the resume itself would refuse: the same ladder in
-the same order (lineage, standing, pins, what recovery decided to avoid), the same checks of the same bytes.
-A run that somebody holds is refused, whatever its checkpoints are worth. What cannot be seen from here (the
-memory of other nodes) is named as recorded and never counted as verified. Among checkpoints that no
-run keeps a record of (`plain`), the newest one that holds is chosen, or none, with the reasons for each; such
-a directory is never called a fresh start.
+the same order (lineage, standing, pins, what recovery decided to avoid), the same checks of the same bytes. A
+run that somebody holds is refused, whatever its checkpoints are worth. What cannot be seen from here (the
+memory of other nodes) is named as recorded and never counted as verified. Among checkpoints that no run keeps
+a record of (`plain`), the newest one that holds is chosen, or none, with the reasons for each; such a
+directory is never called a fresh start.
 """
 
 from __future__ import annotations
@@ -419,7 +419,7 @@ class _Resolver:
         )
 
     def _look(self, rung: Rung) -> tuple[Path, Manifest | None, list[str]]:
-        """Where a rung lies, its manifest, and what a resume would find wrong, by cheap or by all checks."""
+        """Where a rung lies, its manifest, and what a resume would find wrong; cheaply, if `quick`."""
         with reading(rung.under(self._root.path)):
             return self._look_in_peace(rung)
 

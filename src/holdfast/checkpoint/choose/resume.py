@@ -107,7 +107,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """If set, the places say what they hold of it, by their records or after reading it; nothing is loaded,
     and no verdict follows."""
     assembly: str = ""
-    """Where the list lies of which place each shard comes from; empty: all of them lie under `path`."""
+    """Path of the list that says which place each shard comes from; empty: all lie under `path`."""
     fresh: list[str] = []
     """Parts that begin anew, whatever the checkpoint holds of them."""
     directory: str = ""
@@ -121,7 +121,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Why the checkpoint does not fit the script; no other rung will do."""
     samples: int = 0
     tokens: int = 0
-    """This rank's share of the whole job's."""
+    """This rank's share of the whole job's samples and tokens."""
     bad: list[str] = []
     """Copies whose bytes were found wrong while other copies could be used."""
     used: dict[str, int] = {}
@@ -140,7 +140,7 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResumeDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixed once an attempt, durable before anyone trains."""
+    """Fixed once per attempt, durable before anyone trains."""
 
     chosen: str
     step: int
@@ -173,8 +173,7 @@ class Resumer:
         fresh_parts: Sequence[str] = (),
         began: str = "",
     ) -> None:
-        """`remote` opens, on rank 0, the store that a rung is fetched from if its local copy is missing or
-        bad.
+        """`remote` opens, on rank 0, the store to fetch a rung from if its local copy is missing or bad.
 
         `avoid` names rungs that an ordinary resume of this attempt leaves out, by a decision of recovery.
         `local` knows what the places of the local tier hold, if there is one; `local_unseen`: there is one,
@@ -609,9 +608,9 @@ def blame_storage(journal: JournalWriter, bad: list[str], directory: Path) -> st
     """Why no other rung may be tried after these `bad` ones in a row; empty if one may.
 
     Two in a row that cannot be used, whatever is wrong with them (wrong bytes, missing shards, nothing to
-    read), suggest that the storage under them is bad rather than they are. So, before anything more is
-    believed, something is written there, made durable, moved, read back from the disk and not from memory,
-    and compared.
+    read), suggest that the fault lies not in them but in the storage. So, before anything more is believed,
+    something is written there, made durable, moved, read back from the disk and not from memory, and
+    compared.
     """
     if len(bad) != ALARM:
         return ""

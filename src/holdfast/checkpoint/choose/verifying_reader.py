@@ -55,7 +55,7 @@ IN_PLACE = 64 * 1024
 TOGETHER = READ_SLICE
 """Bytes of small items that are read at a time."""
 AHEAD = 256 * 1024 * 1024
-"""Items up to this size are read while the previous one is used; of larger ones memory holds only one."""
+"""Items up to this size are read while the previous one is used; memory holds only one larger item."""
 Place = tuple[int, int]
 """Where an item lies in its file: (offset, length)."""
 Form = tuple[torch.dtype, tuple[int, ...], int]

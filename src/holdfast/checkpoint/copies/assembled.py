@@ -1,8 +1,8 @@
 """Which rank is at which place, and shards from the nearest copy that can be trusted.
 
 Guarantee: what a reader is given comes from one of the sources that say they hold the shard; which one makes
-no difference, because the reader compares every chunk with the manifest's digest. A source whose bytes
-are wrong is left for the next one, and is not asked for that shard again. A peer that does not answer in time
+no difference, because the reader compares every chunk with the manifest's digest. A source whose bytes are
+wrong is left for the next one, and is not asked for that shard again. A peer that does not answer in time
 costs that time once: it is asked for nothing more in this load. A bad copy on this node is quarantined; one
 that is gone is not, because nothing is left for anybody to read. One bad copy costs nothing but itself.
 """
@@ -71,7 +71,7 @@ class PlaceMap(msgspec.Struct, frozen=True):
         return self.of(rank).leader == rank
 
     def by_rank(self) -> list[str]:
-        """The place of each rank, as `policy.replication` wants it; empty for one that has none."""
+        """The place of each rank, as `rules.replicate` wants it; empty for one that has none."""
         return [self.places[at].place for at in self.ranks]
 
     def usable(self) -> list[PlaceInfo]:

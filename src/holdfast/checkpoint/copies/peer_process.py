@@ -142,7 +142,7 @@ class PeerServer:
         self._closed.set()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Cut every connection, and wait for their threads; what was not verified by now does not count."""
+        """Cut every connection, and wait for their threads; what is not verified by then does not count."""
         self.close_door()
         self._stopping.set()
         with self._guard:
@@ -431,8 +431,8 @@ def run(order: PeerOrder, listener: socket.socket, line: Packets[None], parent: 
 
 
 def main() -> int:
-    """`python -m holdfast.checkpoint.copies.peer_process <order> <listener> <line> <parent>`: by PeerHost
-    only."""
+    """`python -m holdfast.checkpoint.copies.peer_process <order> <listener> <line> <parent>`: started by
+    PeerHost only."""
     leave_stopping_to_the_trainer()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     order = msgspec.json.decode(sys.argv[1].encode(), type=PeerOrder)

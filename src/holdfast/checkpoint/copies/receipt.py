@@ -291,7 +291,7 @@ def drop_older(tier: LocalTier, rank: int, newest: CopyRecord | None, keep: int)
 
 
 def _check_room(tier: LocalTier, size: int, max_bytes: int) -> None:
-    """Before anything is allocated: to fill a node's memory to find out what fits would hurt others."""
+    """Before anything is allocated: filling a node's memory to find out what fits would hurt others."""
     free = os.statvfs(tier.images)
     if size > free.f_bavail * free.f_frsize:
         raise NoRoomError(

@@ -205,10 +205,10 @@ def share(
     saver: Callable[[str], int | None],
     saved_world: int,
 ) -> list[str]:
-    """The files in which this rank verifies what loading them did not. `places`: of each rank.
+    """The files in which this rank verifies what loading them did not. `places`: the place of each rank.
 
-    It is the rank that saved the file, if there are as many ranks as there were: it reads most of the file
-    anyway, wherever that lies by now. Else it is a rank at a place that holds the file.
+    A file falls to the rank that saved it, if there are as many ranks as there were: it reads most of the
+    file anyway, wherever that lies by now. Else it falls to a rank at a place that holds it.
     """
     world = len(places)
     at: dict[str, list[int]] = {}
@@ -314,7 +314,7 @@ class Room(msgspec.Struct, frozen=True):
 def make_room(held: Sequence[HeldCheckpoint], *, needed: int, free: int, limit: int, keep: int) -> Room:
     """Room for `needed` more bytes, if `free` are free now and all together may take `limit` (0: any).
 
-    What is not on the line and what is older than the last `keep` goes in any case.
+    What is not on the line and what is older than the last `keep` go in any case.
     """
     oldest_first = sorted(held, key=lambda one: (one.step, one.checkpoint))
     line = [one for one in oldest_first if one.on_line]
@@ -349,7 +349,7 @@ def memory(*, image: int, keep: int, factor: int) -> int:
 
     Own images: the `keep` committed ones, the one that is being staged, and an older one that may still be
     drained. Replicas, for each copy beyond the rank's own: `keep`, and the one that is coming in; a place
-    holds those of as many ranks as it has itself (checkpoint/copies/rules.py).
+    holds those of as many ranks as it has itself (see `replicate`).
     """
     return (keep + 2) * image + (factor - 1) * (keep + 1) * image
 

@@ -34,7 +34,7 @@ from holdfast.errors import HoldfastError, SaveFailedError
 log = logging.getLogger("holdfast.checkpoint")
 
 FIRST_INDEX = 8
-"""The first slot's, as the writer process knows it; smaller ones are staging buffers."""
+"""The first slot's index, as the writer process knows it; smaller ones are staging buffers'."""
 SPARE = 2
 """Slots beyond the copies to keep."""
 REMEMBERED = 1000

@@ -9,11 +9,11 @@
     copies/step_00000120-3fa9c1d2.00003.json   a committed copy: which image holds it
     quarantine/…                               records of copies whose bytes were found wrong
 ```
-Guarantee: a copy counts only while its record is there, and the record is there only while the image holds
-those bytes: it is written after them, and taken away before they change. A reader first takes
-a shared lock on the image and then checks that the record still stands (`lease`); whoever wants the memory
-back takes an exclusive lock for the moment in which it takes the record away (`take_back`), or checks whether
-it could (`is_idle`). So neither waits for the other, except a reader for that moment.
+Guarantee: a copy counts only while its record is there, and the record is there only while the image
+holds those bytes: it is written after them, and taken away before they change. A reader first takes a shared
+lock on the image and then checks that the record still stands (`lease`); whoever wants the memory back takes
+an exclusive lock for the moment in which it takes the record away (`take_back`), or checks whether it could
+(`is_idle`). So neither waits for the other, except a reader for that moment.
 
 A record proves nothing: bytes are judged by the manifest that its digest names. Nothing here is made durable:
 what a power cut leaves of it is found by digest, or not at all.

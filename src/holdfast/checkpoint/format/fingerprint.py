@@ -331,8 +331,8 @@ def begin(
     is waited for. The fingerprints do not see what that stream does to the tensors later. Tensors on the
     CPU are hashed before this returns. Those that are not contiguous are copied first, on their device.
 
-    `kinds` asks for a kind for each instead of its device's own, to compare with fingerprints from elsewhere;
-    kind "x" of a tensor on another device copies it to the host, and waits for that.
+    `kinds` asks for one kind per tensor instead of its device's own, to compare with fingerprints from
+    elsewhere; kind "x" of a tensor on another device copies it to the host, and waits for that.
     """
     found: list[str] = []
     members: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
@@ -470,7 +470,7 @@ def small_bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | None:
 
 
 def small_memories(tensors: Sequence[torch.Tensor]) -> list[ctypes.Array[ctypes.c_char] | None]:
-    """`small_bytes` of tensors on the host. If all are plain, they are only checked together."""
+    """`small_bytes` of tensors on the host. If all are plain, none is checked on its own."""
     plain, parameter, strided = _plain()
     if (
         tensors

@@ -35,7 +35,7 @@ _PLACEHOLDER = b"step_000000000000-holdfastholdfast"
 
 
 SHARD_BYTES = 1 << 30
-"""A shard is closed once it has this many bytes, or more where MOST_SHARDS would not hold the rank's."""
+"""A shard is closed at this many bytes, or at more if MOST_SHARDS of them would not hold the rank's."""
 MOST_SHARDS = 16
 
 

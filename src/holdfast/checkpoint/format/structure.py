@@ -1,8 +1,8 @@
 """Whether a checkpoint directory holds what it says: by a cheap look, or byte by byte.
 
-Nothing here reads a shard, writes, or follows a link. A directory without a manifest (stock DCP) is checked
-for completeness by its `.metadata`. Whatever is wrong with a checkpoint becomes a `Problem`, never an
-exception.
+Nothing here writes or follows a link, and only `verify` reads shards. A directory without a manifest (stock
+DCP) is checked for completeness by its `.metadata`. Whatever is wrong with a checkpoint becomes a `Problem`,
+never an exception.
 """
 
 from __future__ import annotations

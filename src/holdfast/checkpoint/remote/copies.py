@@ -76,7 +76,7 @@ START_SECONDS = 30.0
 """How long the check at a start may take."""
 
 Stop = Callable[[], None]
-"""Called between requests; raises if the job must end (the lease is lost, time is over)."""
+"""Called between requests; raises if the job must end (the lease is lost, time is up)."""
 Progress = Callable[[int], None]
 
 
@@ -287,7 +287,7 @@ class Remote:
         return word.standing if word is not None else Standing.COMMITTED
 
     def pull_standing(self, name: CheckpointName, book: RootBook, deadline: float | None = None) -> int:
-        """Copy the records of a checkpoint's standing to `book`; returns how many there are. Its own stay."""
+        """Copy the records of a checkpoint's standing to `book`, which keeps its own; returns how many."""
         tries = self._tries(deadline)
         under = f"{BESIDE}/{name}"
         found = self._store.keys(under, tries)
