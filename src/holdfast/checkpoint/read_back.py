@@ -1,4 +1,4 @@
-"""Reading committed checkpoints back, and protecting those that are being read from deletion.
+"""Reading committed checkpoints back, and protecting from deletion those that are being read.
 
 A commit shows that the storage took the bytes, not that it gives them back. So every checkpoint that rank 0's
 trainer has seen committed is read once, whole, by a small separate process, which compares every digest and

@@ -320,7 +320,7 @@ class Resumer:
             return (None, problems) if problems else (whole, [])
         home = self._local.home(name, rung.manifest, path)
         if home is None:
-            problems.append("unreadable-manifest: the local tier's manifest is gone or another's")
+            problems.append("unreadable-manifest: the local tier's manifest is gone or not the expected one")
             return (None, problems) if inspection.problems else (whole, problems)
         in_global = not inspection.problems
         number, assembly, bad = self._ask_places(rung, home, "holds", in_global=in_global)

@@ -566,7 +566,7 @@ class Judge:
                 for rank in ranks if kind in tiers else ():
                     if rank not in here:
                         why = (
-                            "recorded for this node and gone: given up, quarantined, or lost with its memory"
+                            "recorded for this node but gone: given up, quarantined, or lost with its memory"
                         )
                         problem = Problem(Reason.MISSING, f"copies/{name}.{rank:05d}.json", why)
                         found.append(

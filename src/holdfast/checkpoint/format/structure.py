@@ -173,7 +173,8 @@ def _check_identity(inspection: Inspection, manifest: Manifest, run: str | None,
     name = parse_name(inspection.directory.resolve().name)
     if name is not None and (name.step, name.id) != (manifest.step, manifest.id):
         claimed = f"step {manifest.step}, id {manifest.id}"
-        inspection.add(Reason.WRONG_NAME, ".", f"the manifest is for {claimed}; the directory is {name}")
+        detail = f"the manifest is for {claimed}; the directory is named {name}"
+        inspection.add(Reason.WRONG_NAME, ".", detail)
     if run is not None and manifest.run != run:
         inspection.add(Reason.WRONG_RUN, MANIFEST, f"expected run {run}, found {escaped(manifest.run)}")
     if world is not None and manifest.world.size != world:

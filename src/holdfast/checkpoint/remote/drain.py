@@ -209,8 +209,9 @@ class Drain:
         outcomes += self._receive()
         if self.waiting and not self._given_up:
             self._warn(
-                f"{self.waiting} jobs for {self._order.url} are not done after {timeout:g} s; the drain "
-                f"process goes on for at most {self._order.linger:g} s; the next start makes up for the rest"
+                f"{self.waiting} jobs for {self._order.url} are not done after {timeout:g} s. "
+                f"The drain process goes on for at most {self._order.linger:g} s, "
+                "and the next start makes up for the rest"
             )
         self._hang_up()
         self._given_up = True
@@ -346,7 +347,7 @@ class DrainProcess:
         except LeaseLostError as error:
             left = len(self._jobs) + len(self._later)
             self._journal.write(
-                Warned(message=f"the drain process ends, {left} jobs left to others: {error}")
+                Warned(message=f"the drain process ends, leaving {left} jobs to others: {error}")
             )
         except _OutOfTimeError:
             left = len(self._jobs) + len(self._later)
