@@ -246,7 +246,7 @@ def test_nothing_is_sent_to_a_server_that_does_not_know_the_secret(lab: Lab) -> 
     ("said", "why"),
     [
         (b"SSH-2.0-x\r\n" * 4, "announced a record of"),
-        (frame(b"\xc1"), "no message"),
+        (frame(b"\xc1"), "not a message"),
         (frame(Greeting(2, b"s" * 32)), "use the same release"),
         (frame(Greeting(1, b"")), "nonce of 0 bytes"),
     ],
