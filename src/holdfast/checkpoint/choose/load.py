@@ -1,7 +1,7 @@
 """Loading one checkpoint into the tracked objects, verified, in one pass, at any number of ranks.
 
 `load` reads and verifies everything this rank needs and puts the tensors in place; `LoadedState.apply` then
-restores what is not a tensor. The caller lets the group agree between the two. A rank that fails a check
+restores what is not a tensor. Between the two, the caller lets the group agree. A rank that fails a check
 raises CheckpointError: the copy is bad and a lower rung may do. IncompleteStateError means that the script
 and the checkpoint do not fit, which no other rung cures.
 """
@@ -45,14 +45,14 @@ from holdfast.errors import CheckpointError, IncompleteStateError
 # The per-rank parts of a checkpoint at another world size, by stated rules.
 #
 # Tensors of models and optimizers reshard by themselves: DCP stores them under global names and offsets. For
-# what each rank stored of its own:
+# what each rank stored for itself:
 #
 # * tracked objects (schedules, scalers, hyper-parameters) must be the same on all ranks that saved them;
-# every   rank of the new world gets that state. One that differs between ranks cannot be shared out: refused.
-# * tensors that differed between ranks go on everywhere as the lowest rank's.
+#   every rank of the new world gets that state. One that differs between ranks cannot be shared out: refused.
+# * of tensors that differed between ranks, all ranks continue with the lowest rank's.
 # * the data position must be a global one (see train/data/loaders.py), the same on all ranks: refused
-# otherwise,   because samples would be repeated or left out silently.
-# * gradients that lie there must be the same on all ranks, or sharded ones: refused otherwise.
+#   otherwise, because samples would be repeated or left out silently.
+# * saved gradients must be the same on all ranks, or sharded: refused otherwise.
 # * random generators are seeded anew, from run, step, rank and world size.
 # * samples and tokens are counted per rank; the ranks of the new world share out their totals.
 
@@ -60,7 +60,7 @@ from holdfast.errors import CheckpointError, IncompleteStateError
 def reshard(
     blobs: Sequence[dict[str, Any]], *, run: str, step: int, rank: int, world: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """(tracked state, Holdfast's own state, what was done in words) for one rank of the new world."""
+    """(tracked state, Holdfast's own state, what was done, in words) for one rank of the new world."""
     was = len(blobs)
     tracked = blobs[0]["tracked"]
     for other, blob in enumerate(blobs[1:], start=1):
@@ -160,9 +160,9 @@ def load(
 ) -> LoadedState:
     """Load a committed checkpoint whose manifest has this digest.
 
-    `needs_data`: whether the script has a data feed, None if that is nobody's concern. What `fresh` names
-    begins anew, and need not be there. With `shards` only the manifest and `.metadata` are in the directory;
-    the shards come from where they are.
+    `needs_data`: whether the script has a data feed, None if that does not matter. What `fresh` names begins
+    anew, and need not be in the checkpoint. With `shards` only the manifest and `.metadata` are in the
+    directory; the shards come from wherever they are.
     """
     try:
         manifest, found = manifests.read(directory)
@@ -195,7 +195,7 @@ def load(
     if fresh:
         notes = [*notes, f"{', '.join(sorted(fresh))}: begins anew, as checkpoint.fresh_parts says"]
         if any(name in fresh for name, _ in tracked.named_optimizers()):
-            own = {key: part for key, part in own.items() if key != "gradients"}  # they are for its next step
+            own = {key: part for key, part in own.items() if key != "gradients"}  # meant for its next step
     left = own.get("gradients")
     if left is not None:
         tensors[GRADIENTS] = tracked.gradients.targets(left, seen)
@@ -209,7 +209,7 @@ def load(
 
 
 def check_fresh(tracked: Tracked, fresh: Collection[str], *, there: Collection[str]) -> None:
-    """What is to begin anew has to be tracked, or to be in the checkpoint and of no concern."""
+    """A part that begins anew must be tracked, or be one that only the checkpoint has."""
     if unknown := sorted(set(fresh) - {*tracked.names(), "data", *there}):
         raise IncompleteStateError(
             f"checkpoint.fresh_parts names {', '.join(unknown)}; this script tracks "
@@ -228,13 +228,13 @@ def _check_data(position: dict[str, Any] | None, needs_data: bool | None) -> Non
     if needs_data:
         raise IncompleteStateError(
             "the checkpoint holds no data position, and this script has a data feed, which would begin again "
-            "with its first batch. To let it, where checkpoint.resume_from names what the run begins with: "
-            "checkpoint.fresh_parts = 'data'"
+            "with its first batch. To allow that, if checkpoint.resume_from names what the run begins with, "
+            "set checkpoint.fresh_parts = 'data'"
         )
     raise IncompleteStateError(
         "the checkpoint holds a data position; this script has no data feed. Pass the loader to run.steps() "
-        "or run.feed(), as before; or leave the position, where checkpoint.resume_from names what the run "
-        "begins with: checkpoint.fresh_parts = 'data'"
+        "or run.feed(), as before; or to drop the position, if checkpoint.resume_from names what the run "
+        "begins with, set checkpoint.fresh_parts = 'data'"
     )
 
 
@@ -256,7 +256,7 @@ def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -
 
 
 def _own_instead(metadata: Metadata, rank: int) -> Metadata:
-    """The metadata as this rank will read it: its own version of a tensor may have a shape of its own."""
+    """The metadata as this rank will read it: its own version of a tensor may have a different shape."""
     prefix = own_prefix(rank)
     entries = metadata.state_dict_metadata
     own = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
@@ -279,7 +279,7 @@ def _read_blob(reader: VerifyingReader, metadata: Metadata, rank: int) -> dict[s
 def _load_tensors(state: dict[str, Any], reader: StorageReader) -> None:
     """DCP's load of exactly these entries, by this rank alone.
 
-    Of a checkpoint of ours DCP is left only what is stored in parts: it takes its time over each entry.
+    For our own checkpoints DCP is left only what is stored in parts, because it is slow over each entry.
     """
     flat = flatten(state)
     if not flat:
@@ -303,8 +303,8 @@ def load_stock(
 ) -> LoadedState:
     """Load a plain DCP directory, asked for by name: it has no digests, so nothing vouches for its bytes.
 
-    Models must be there in full, and so must be whatever else `fresh` does not name. The caller has checked
-    the directory's completeness without unpickling it.
+    Models must be there in full, and so must everything else that `fresh` does not name. The caller has
+    checked the directory's completeness without unpickling it.
     """
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
@@ -361,24 +361,24 @@ def _stock_misfit(
 ) -> str:
     """What to say of a plain DCP directory that lacks tracked parts, or has optimizers that nobody tracks."""
     word = ",".join([*fresh, *missing, *unknown])
-    told = f"{directory} is a plain DCP directory and "
+    text = f"{directory} is a plain DCP directory and "
     if missing:
-        told += (
+        text += (
             f"does not hold {', '.join(missing)}: training would go on with "
             f"{'them' if len(missing) > 1 else 'it'} as at a first start"
         )
     if unknown:
-        told += (
+        text += (
             f"{', and it ' if missing else ''}holds {', '.join(unknown)}, an optimizer's state, which is "
             f"not tracked, so this resume would begin it anew: add run.track({unknown[0]}=…), the name that "
             "it has there, before the first step"
         )
-    return f"{told}. If that is meant, say so: checkpoint.fresh_parts = {word!r}"
+    return f"{text}. If that is intended, say so: checkpoint.fresh_parts = {word!r}"
 
 
 def _stock_targets(tracked: Tracked, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors to read into, all else) by part, for a plain DCP directory. Of a part that is in neither
-    nothing can be read, and it is not touched: a schedule, an optimizer without tensors there."""
+    """(tensors to read into, all else) by part, for a plain DCP directory. For a part that is in neither
+    nothing can be read, and it is not touched: a schedule, or an optimizer without tensors there."""
     tensors, others = tracked.collect()
     for name in tracked.names():
         if tracked.kind(name) == "model":
