@@ -478,7 +478,7 @@ def test_what_somebody_reads_is_left_for_later(run_dir: Path) -> None:
         with reading(checkpoints(run_dir)[3]):
             outcome = retention.take_away(retention.plan(), fence)
             assert outcome.error is None
-            assert reasons(outcome.items)[2] == "somebody reads it"
+            assert reasons(outcome.items)[2] == "somebody is reading it"
             assert steps_of(run_dir) == [5, 4, 2]
         assert gone(retention.take_away(retention.plan(), fence).items) == [2]
     assert steps_of(run_dir) == [5, 4]

@@ -1,9 +1,9 @@
-"""Checkpoints that can be believed: saved whole, committed atomically, verified before use.
+"""Checkpoints that can be trusted: saved whole, committed atomically, verified before use.
 
 For the commit, retention, reading back, comparing and exporting. Sub-rooms: `format`, `state`, `save`,
 `choose`, `copies` (the nodes' own tier and its peers) and `remote`.
 Promises: a checkpoint exists complete or not at all; what is loaded is what was saved, byte for byte.
-Never: change what was committed; delete the last one that is sound; believe a name.
+Never: change what was committed; delete the last sound one; trust a name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """From a staged directory to a committed checkpoint.
 
-Guarantee: a directory with a checkpoint's name exists under the root only complete and durable. The order is
+Guarantee: a directory with a checkpoint's name exists under the root only if it is complete and durable. The
+order is
 
     shards written, digested, fsynced → part records → declared = written → .metadata → manifest
     → part records dropped, staged directory fsynced → commit record → rename → root fsynced → `latest`
@@ -54,14 +55,14 @@ log = logging.getLogger("holdfast.checkpoint")
 
 
 STALE_DAYS = 7.0
-"""Days without any change after which what another run has staged is taken to be abandoned."""
+"""Days without any change after which what another run has staged counts as abandoned."""
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Who is staging a directory; lets a later attempt tell its own run's left-overs from a live save.
 
-    Written beside the staged directory before that exists and removed after it is gone, so that there is no
-    moment at which a cut leaves a directory that nobody owns.
+    Written beside the staged directory before that directory exists and removed after it is gone, so that a
+    cut at any moment never leaves a directory that nobody owns.
     """
 
     run: str
@@ -80,7 +81,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a commit came to."""
+    """How much was committed."""
 
     bytes: int
     files: int
@@ -91,7 +92,7 @@ def _owner_path(root: CheckpointRoot, name: str) -> Path:
 
 
 def open_root(root: CheckpointRoot) -> None:
-    """Make the root ready for saves, at a start, and mark it as the one that was meant."""
+    """Make the root ready for saves when a run starts, and mark it as the intended one."""
     make_folder(root.path, STAGING)
     root.marker.touch()
 
@@ -106,7 +107,7 @@ def check_root(root: CheckpointRoot) -> None:
 
 
 def open_staged(root: CheckpointRoot, name: CheckpointName, owner: Owner, *, again: bool = False) -> Path:
-    """Make the staged directory, for rank 0, before any rank writes. `again`: it may be there already."""
+    """On rank 0, make the staged directory before any rank writes. `again`: it may already exist."""
     check_root(root)
     make_folder(root.path, STAGING)
     replace_atomic(_owner_path(root, str(name)), msgspec.json.encode(owner), durable=False)
@@ -126,7 +127,7 @@ def leave_part(
 
 
 def part_is_left(staged: Path, name: CheckpointName, rank: int) -> bool:
-    """Whether this rank's part was written, to its end, by an earlier writer."""
+    """Whether an earlier writer wrote this rank's part completely."""
     try:
         read_part(staged, name, rank)
     except SaveFailedError:
@@ -141,9 +142,9 @@ def _part_path(staged: Path, rank: int) -> Path:
 def read_parts(
     staged: Path, name: CheckpointName, world: int, wait: Callable[[int], None] | None = None
 ) -> list[list[FileEntry]]:
-    """Every rank's files; an error if a rank left no record, or one that says that it failed.
+    """Every rank's files; an error if a rank left no record, or a record that it failed.
 
-    `wait` is called, with the rank, each time a record is not there yet, until it raises.
+    `wait` is called with the rank each time its record is not there yet; it raises to give up.
     """
     parts: list[list[FileEntry]] = []
     for rank in range(world):
@@ -154,7 +155,7 @@ def read_parts(
 
 
 def read_part(staged: Path, name: CheckpointName, rank: int) -> list[FileEntry]:
-    """One rank's files; an error if it left no record, or one that says that it failed."""
+    """One rank's files; an error if it left no record, or a record that it failed."""
     path = _part_path(staged, rank)
     try:
         record = msgspec.json.decode(read_regular(path, manifests.MAX_MANIFEST_BYTES), type=PartRecord)
@@ -168,17 +169,18 @@ def read_part(staged: Path, name: CheckpointName, rank: int) -> list[FileEntry]:
 
 
 def check_declared_is_written(staged: Path | None, declared: Declared, parts: list[list[FileEntry]]) -> None:
-    """Every rank wrote exactly the files it was to write, every item where `.metadata` says it lies.
+    """Check that every rank wrote exactly the files it should, with every item where `.metadata` says it is.
 
     Without `staged` (the local tier) the files are not here to be looked at.
     """
     if len(parts) != len(declared.ranks):
-        raise SaveFailedError(f"{len(declared.ranks)} ranks were to write, {len(parts)} have")
+        raise SaveFailedError(f"{len(declared.ranks)} ranks should have written, {len(parts)} have")
     for rank, (promised, written) in enumerate(zip(declared.ranks, parts, strict=True)):
         found = {file.path: file for file in written}
         if sorted(found) != sorted(file.path for file in promised):
             raise SaveFailedError(
-                f"rank {rank} was to write {[file.path for file in promised]}, and wrote {sorted(found)}"
+                f"rank {rank} should have written {[file.path for file in promised]}, "
+                f"but wrote {sorted(found)}"
             )
         for file in promised:
             entry = found[file.path]
@@ -209,9 +211,9 @@ def finish(
 ) -> Committed:
     """Turn a staged directory, in which every rank has left its part, into a committed checkpoint.
 
-    `manifest` is complete but for the files; or complete, where the local tier has the checkpoint already:
-    then these files must be the very same. Without `control` (a diagnostic save) nothing points to the
-    result. May be called again after a cut: what it does depends only on what it is given.
+    `manifest` is complete except for its files; or fully complete, if the local tier has the checkpoint
+    already: then the files here must be exactly the same. Without `control` (a diagnostic save) nothing
+    points to the result. May be called again after a cut: what it does depends only on what it is given.
     """
     name = CheckpointName(manifest.step, manifest.id)
     staged = root.staged(name)
@@ -225,7 +227,7 @@ def finish(
         files.append(write_metadata(staged, declared.metadata_for(name)))
         if manifest.files and manifest.files != files:
             other = [file.path for file in files if file not in manifest.files]
-            raise SaveFailedError(f"{name}: {other} are not what the local tier holds of it")
+            raise SaveFailedError(f"{name}: {other} differ from the local tier's")
         sealed = msgspec.structs.replace(manifest, files=files)
         digest = seal(staged, sealed)
     else:
@@ -244,9 +246,9 @@ def finish(
 
 
 def is_sealed(root: CheckpointRoot, name: CheckpointName) -> Manifest | None:
-    """The manifest that an interrupted `finish` left, staged or even committed; None if it did not get there.
+    """The manifest that an interrupted `finish` left, staged or even committed; None if it left none.
 
-    It is written last, when all else is durable, so where it can be read there is nothing left to write.
+    It is written last, when all else is durable, so if it can be read there is nothing left to write.
     """
     for directory in (root.staged(name), root.committed(name)):
         try:
@@ -300,7 +302,7 @@ def commit(
 
 
 def discard_staged(root: CheckpointRoot, name: str) -> str:
-    """Take a staged directory out of the way, into the trash; returns its name there, for deletion."""
+    """Move a staged directory out of the way into the trash; returns its name there, for deletion."""
     trashed = f"{name}.{os.getpid()}"
     if name in entries(root.path, STAGING):
         make_folder(root.path, TRASH)
@@ -310,13 +312,13 @@ def discard_staged(root: CheckpointRoot, name: str) -> str:
 
 
 def drop_staged(root: CheckpointRoot, name: str) -> None:
-    """Remove a staged directory, as far as that is possible; what is left of it the next start sweeps."""
+    """Remove a staged directory as far as possible; the next start sweeps what is left of it."""
     with contextlib.suppress(OSError):
         remove(root.path, TRASH, discard_staged(root, name))
 
 
 def _is_stale(staged: Path, owner: Path, now: float) -> bool:
-    """Whether nothing in a staged directory was touched for so long that nobody can be at work there."""
+    """Whether a staged directory has been untouched for so long that nobody can still be at work there."""
     newest = 0.0
     for path in (owner, staged, staged / PARTS, *staged.glob("*"), *staged.glob(f"{PARTS}/*")):
         with contextlib.suppress(OSError):
@@ -327,7 +329,7 @@ def _is_stale(staged: Path, owner: Path, now: float) -> bool:
 def sweep_staging(root: CheckpointRoot, run: str, fence: Fence, *, now: float | None = None) -> list[str]:
     """Remove what earlier attempts of this run left under `.staging`.
 
-    Other runs that save under the same root are left alone, unless nothing was changed there for STALE_DAYS.
+    What other runs staged under the same root is left alone, unless it has not changed for STALE_DAYS.
 
     Only the rename needs the fence. Deleting may take long and is done without it, so that no other guard
     has to wait; a cut in between leaves only trash, which the next sweep deletes.
@@ -346,13 +348,13 @@ def sweep_staging(root: CheckpointRoot, run: str, fence: Fence, *, now: float | 
             with fence.guard(f"sweep {name}"):
                 discard_staged(root, name)
             swept.append(name)
-    for left in staged:  # by a kill inside the write of an owner file
+    for left in staged:  # left by a kill while an owner file was being written
         if left.startswith(".") and left.endswith(".tmp"):
             path = root.staging / left
             if _is_stale(path, path, now or time.time()):
                 remove(root.path, STAGING, left)
     book = RootBook(root.path)
-    for name in book.names():  # of checkpoints that somebody has taken away by hand, long ago
+    for name in book.names():  # records of checkpoints that somebody removed by hand, long ago
         if not (root.path / name).is_dir() and _is_stale(
             book.folder(name), book.folder(name), now or time.time()
         ):

@@ -1,10 +1,11 @@
-"""What differs between two checkpoints: facts, entries, and tensor by tensor.
+"""What differs between two checkpoints: in facts, in entries, and tensor by tensor.
 
 Most of the answer is in the manifests and needs neither torch nor a shard: which entries there are, their
 shapes and dtypes, and whether stored chunks have the same digest. Only tensors whose digests differ, or that
-were cut into other chunks (another world size), are read, verified as they are, and compared bit by bit.
+were cut into other chunks (another world size), are read, verified in reading, and compared bit by bit.
 
-A checkpoint with something wrong in it is not compared: a difference must mean that other state was saved.
+A checkpoint with anything wrong in it is not compared: a difference must mean that different state was
+saved.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.choose import VerifyingReader
 
 AT_ONCE = 4 * 1024 * 1024
-"""Elements compared at a time: what bounds the memory beside the two tensors themselves."""
+"""Elements compared at a time, which bounds the memory needed besides the two tensors themselves."""
 _BLOB = re.compile(r"holdfast\.rank_\d+")
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """Something the manifests say differently. Facts are told, and do not make state different."""
+    """Something on which the manifests differ. Facts are reported, but do not make the state different."""
 
     name: str
     a: Any
@@ -53,7 +54,7 @@ class EntryDifference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     nans_a: int = 0
     nans_b: int = 0
     parts: list[str] = []
-    """Of a rank's blob: the parts that differ."""
+    """The parts of a rank's blob that differ."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +82,8 @@ class _Side:
         if inspection.problems:
             if is_gone(directory):
                 raise UsageError(no_such(directory))
-            told = "\n".join(f"  {problem}" for problem in inspection.problems)
-            raise UsageError(f"{directory} is not sound, so it is not compared:\n{told}")
+            problems = "\n".join(f"  {problem}" for problem in inspection.problems)
+            raise UsageError(f"{directory} is not sound, so it is not compared:\n{problems}")
         if inspection.manifest is None:
             raise UsageError(f"{directory} has no manifest (holdfast.json): there are no digests to compare")
         self.manifest: Manifest = inspection.manifest
@@ -179,7 +180,7 @@ def _told(manifest: Manifest) -> dict[str, Any]:
 
 
 def _without_reading(one: _Side, other: _Side, name: str) -> tuple[bool, EntryDifference | None]:
-    """(whether the answer is known, and it)."""
+    """(whether the answer is known, the answer)."""
     if name not in one.stored.tensors or name not in other.stored.tensors:
         same_kind = (name in one.stored.tensors) == (name in other.stored.tensors)
         if same_kind and one.digest(name, None) == other.digest(name, None):
@@ -247,7 +248,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """As numbers that every operation knows; exact but for integers beyond 2**53."""
+    """In a dtype that every operation supports; exact except for integers beyond 2**53."""
     import torch
 
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
@@ -256,14 +257,14 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
 def _parts(left: torch.Tensor, right: torch.Tensor) -> list[str]:
     """The parts of a rank's state that differ (see state/tracked.py); both blobs have matched their digests.
 
-    Objects of a class of the script's are not opened: reading one may run anything.
+    Objects of the script's own classes are not opened: reading one may run any code.
     """
     from holdfast.checkpoint.state import UnreadObjectsError, from_blob
 
     try:
         a, b = (_named_parts(from_blob(blob, objects=False)) for blob in (left, right))
     except UnreadObjectsError as unread:
-        return [f"all (not opened, for it holds objects of {unread})"]
+        return [f"all (not opened, because it holds objects of {unread})"]
     return sorted(
         name for name in a.keys() | b.keys() if not (name in a and name in b and _same(a[name], b[name]))
     )
@@ -283,7 +284,7 @@ def _named_parts(blob: Any) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal in every bit, through containers; what is neither number, text nor tensor is compared pickled."""
+    """Equal in every bit, through containers; what is not a number, text or tensor is compared as pickled."""
     import numpy
     import torch
 

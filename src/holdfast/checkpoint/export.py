@@ -4,8 +4,8 @@ Guarantee: what is written was verified as it was read, the destination appears 
 checkpoint with anything wrong in it is refused. No process group is needed: DCP stores a sharded tensor as
 plain chunks, so one process can put together what any number of ranks saved.
 
-A safetensors file is written one tensor at a time, so that no more than the largest tensor has to fit into
-memory beside the reader's buffers. The format is a length, a JSON header and the raw bytes, which needs no
+A safetensors file is written one tensor at a time, so that only the largest tensor has to fit into memory,
+besides the reader's buffers. The format is a length, a JSON header and the raw bytes, which needs no
 library. A torch file is a dictionary that `torch.load(..., weights_only=True)` reads; it is put together in
 memory.
 """
@@ -53,7 +53,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     part: str
     tensors: int
     bytes: int
-    """Of the file."""
+    """Size of the file."""
     step: int
     run: str
     checkpoint: str
@@ -131,8 +131,8 @@ def _sound(directory: Path) -> tuple[Manifest, str]:
     if inspection.problems and is_gone(directory):
         raise UsageError(f"{no_such(directory)}; nothing was exported")
     if inspection.problems:
-        told = "\n".join(f"  {problem}" for problem in inspection.problems)
-        raise CheckpointError(f"{directory} is not sound, nothing was exported:\n{told}")
+        problems = "\n".join(f"  {problem}" for problem in inspection.problems)
+        raise CheckpointError(f"{directory} is not sound, nothing was exported:\n{problems}")
     if inspection.manifest is None:
         raise UsageError(
             f"{directory} has no manifest (holdfast.json), so its bytes cannot be verified; "
@@ -152,7 +152,7 @@ def _check_destination(directory: Path, out: Path, *, overwrite: bool) -> None:
 def _entries(
     reader: VerifyingReader, manifest: Manifest, part: str, directory: Path
 ) -> dict[str, TensorStorageMetadata]:
-    """The part's tensors by their names within it."""
+    """The part's tensors, by their names within the part."""
     stored = reader.read_metadata().state_dict_metadata
     prefix = f"{part}."
     found = {
@@ -175,7 +175,7 @@ def _entries(
 
 @contextlib.contextmanager
 def _appearing(out: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name once it is complete and on disk; after a failure there is nothing."""
+    """A file that gets its name only once it is complete and on disk; after a failure nothing is left."""
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -201,7 +201,7 @@ def _write_safetensors(
         dtype = entry.properties.dtype
         if dtype not in _SAFETENSORS_NAMES:
             raise UsageError(
-                f"{part}.{name} is {dtype}, which safetensors has no word for; use --format torch"
+                f"{part}.{name} is {dtype}, for which safetensors has no name; use --format torch"
             )
     # Widest dtype first, so that every tensor is aligned to its own width without gaps, which are forbidden.
     order = sorted(entries, key=lambda name: (-entries[name].properties.dtype.itemsize, name))

@@ -1,19 +1,19 @@
-"""Reading committed checkpoints back, and keeping those from deletion that are being read.
+"""Reading committed checkpoints back, and protecting from deletion those that are being read.
 
 A commit shows that the storage took the bytes, not that it gives them back. So every checkpoint that rank 0's
-trainer has seen committed is read once, whole, by a small process of its own, which compares every digest and
-records the result beside the checkpoint (`<root>/.standing/<name>/read-back`). Retention goes by it.
+trainer has seen committed is read once, whole, by a small separate process, which compares every digest and
+records the result beside the checkpoint (`<root>/.standing/<name>/read-back`). Retention goes by this record.
 
 Guarantee: it can neither slow nor end a run. The process has the lowest priority for processor and storage,
-reads no faster than it is told (`checkpoint.read_back_rate`), needs no torch and little memory, and leaves
-the page cache as it found it. It ends with its trainer, by the kernel's hand. The trainer never waits for it;
-if it dies it is replaced, a few times. It reads the newest first, so that one which is too slow for the saves
-leaves older ones out rather than fall behind.
+reads no faster than allowed (`checkpoint.read_back_rate`), needs no torch and little memory, and leaves the
+page cache as it found it. The kernel ends it when its trainer ends. The trainer never waits for it; if it
+dies it is replaced, a few times. It reads the newest checkpoint first, so that a process too slow for the
+saves leaves older ones out rather than falling behind.
 
 What a read-back shows: this node got the right bytes from the storage at that moment. The pages are dropped
-from this node's cache before they are read; caches further away (of the device, of a file server) may still
-answer. A copy that is found bad is read a second time first; it is told loudly, stays as evidence, and is
-never counted by retention. It says nothing about the checkpoint, of which there may be other copies.
+from this node's cache before they are read; caches further away (in the device, in a file server) may still
+answer. A copy that seems bad is first read a second time. A bad one is reported loudly, stays as evidence and
+is never counted by retention. That says nothing about the checkpoint, of which there may be other copies.
 """
 
 from __future__ import annotations
@@ -53,24 +53,25 @@ from holdfast.record import (
 # Keeps a checkpoint from being deleted while somebody who does not hold the run's lease reads it.
 #
 # A reader holds a shared lock on the checkpoint's directory, a deletion an exclusive one. A deletion never
-# waits for a reader; a reader waits a moment for a deletion under way, which is only a rename. As good as the
-# file system's locks: where there are none, both go ahead.
+# waits for a reader; a reader waits a moment for a deletion under way, which is only a rename. This is only
+# as good as the file system's locks: where there are none, both go ahead.
 #
-# Whoever lists checkpoints and reads them later holds no lock in between, and a live run deletes what its
-# retention gives up. So what is gone when it is read is no fault: `gone_since` says whether it was taken away
-# on purpose, by the record that a deletion leaves before it begins. What has no such record was lost.
+# A reader that lists checkpoints and reads them later holds no lock in between, and a live run deletes what
+# its retention gives up. So a checkpoint that is gone by then need not be a fault: `gone_since` says whether
+# it was deleted on purpose, from the record that a deletion leaves before it begins. What has no such record
+# was lost.
 
 
 log = logging.getLogger("holdfast.checkpoint")
 
 DELETION_WAIT = 2.0
-"""Seconds that a reader gives a deletion which is under way; a rename, unless storage hangs."""
+"""Seconds that a reader waits for a deletion under way, which is only a rename unless the storage hangs."""
 DELETION_POLL = 0.01
 
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[bool]:
-    """Read in peace: a deletion that comes meanwhile is put off. False: nothing is there any more."""
+    """Read undisturbed: a deletion that comes meanwhile is put off. False: nothing is there any more."""
     deadline = time.monotonic() + DELETION_WAIT
     while True:
         with _locked(directory, fcntl.LOCK_SH) as free:
@@ -83,18 +84,18 @@ def reading(directory: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def unread(directory: Path) -> Iterator[bool]:
-    """Whether nobody is known to read a checkpoint; nobody begins to while this is held."""
+    """Whether a checkpoint has no known reader; nobody begins to read it while this is held."""
     with _locked(directory, fcntl.LOCK_EX) as free:
         yield free
 
 
 @contextlib.contextmanager
 def _locked(directory: Path, how: int) -> Iterator[bool]:
-    """Hold a lock on a directory, without waiting; False if another lock stands against it."""
+    """Hold a lock on a directory, without waiting; False if another lock prevents it."""
     try:
         descriptor = OpenFile(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        yield True  # whoever wants the lock meets the same error next, and says more about it
+        yield True  # the caller meets the same error next, and says more about it
         return
     with descriptor:
         free = True
@@ -111,7 +112,7 @@ def _locked(directory: Path, how: int) -> Iterator[bool]:
 
 
 def is_gone(directory: Path) -> bool:
-    """Whether there is nothing of that name; storage that does not answer says nothing about that."""
+    """Whether nothing of that name exists; storage that does not answer is no proof of that."""
     try:
         directory.stat()
     except FileNotFoundError:
@@ -124,7 +125,7 @@ def is_gone(directory: Path) -> bool:
 def gone_since(directory: Path, control: ControlDirectory | None) -> str:
     """Why a checkpoint that was listed is gone without fault, in words; empty if it is there, or was lost.
 
-    Without the run's control directory nobody can tell one from the other, and it gets the benefit of that.
+    Without the run's control directory deleted and lost look alike, and it gets the benefit of the doubt.
     """
     if not is_gone(directory):
         return ""
@@ -133,7 +134,7 @@ def gone_since(directory: Path, control: ControlDirectory | None) -> str:
 
 
 def removed(directory: Path, control: ControlDirectory | None = None) -> str:
-    """When and why retention took away a checkpoint that is gone, in words; empty if nothing tells."""
+    """When and why retention deleted a checkpoint that is gone, in words; empty if no record says so."""
     name, control = parse_name(directory.name), control or _run_of(directory)
     if name is None or control is None or not is_gone(directory):
         return ""
@@ -142,14 +143,14 @@ def removed(directory: Path, control: ControlDirectory | None = None) -> str:
 
 
 def no_such(directory: Path, control: ControlDirectory | None = None) -> str:
-    """What to tell whoever named a directory that is not there."""
+    """What to tell the user who named a directory that is not there."""
     if why := removed(directory, control):
         return f"{printable(str(directory), 4096)}: this checkpoint is not there any more: {why}"
     return f"{printable(str(directory), 4096)}: there is no such directory"
 
 
 def _run_of(directory: Path) -> ControlDirectory | None:
-    """The run whose directory holds the root that a checkpoint lies or lay in; None if it is elsewhere."""
+    """The run in whose directory the checkpoint's root lies; None if the root is elsewhere."""
     path = directory.absolute().parent.parent
     try:
         return ControlDirectory.open(path) if (path / "run.json").is_file() else None
@@ -158,34 +159,34 @@ def _run_of(directory: Path) -> ControlDirectory | None:
 
 
 RECORD = "read-back"
-"""Not `.json`: it is about a copy, and no standing."""
+"""Not `.json`: it is about one copy, and is not a standing."""
 SETTLE = 5.0
 """Seconds after a commit before it is read: a run that is over by then starts no process for it."""
 NEWEST = 8
-"""How far back it looks for what was not read yet."""
+"""How many of the newest checkpoints it searches for one not read yet."""
 REPLACEMENTS = 3
 TRIES = 2
-"""Readings of a checkpoint that the storage refuses, before it is left alone."""
+"""How often a checkpoint that the storage refuses to read is tried before it is left alone."""
 AGAIN = 0.5
-"""Seconds before a bad one is read a second time."""
+"""Seconds before a bad copy is read a second time."""
 STEP = 0.25
-"""Seconds that it sleeps at most at a time, so that it notices soon that its trainer is gone."""
+"""Longest single sleep, in seconds, so that it soon notices that its trainer is gone."""
 LONGEST = 15_000
-"""Characters of what it tells its trainer: one packet takes them, whichever they are."""
+"""Most characters in a message to its trainer: one packet holds them, whichever they are."""
 PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _LOWEST = (2 << 13) | 7
-"""Best effort, the last of its levels. Not idle: a busy disk would then never let it read."""
+"""The lowest best-effort level. Not the idle class: a busy disk would then never let it read."""
 
 
 class ReadBackRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of reading one copy; replaced as a whole when it is read again."""
+    """The result of reading one copy; replaced as a whole when it is read again."""
 
     checkpoint: str
     manifest: str
     """Digest of the manifest that it was compared with."""
     root: str
-    """Where it lay: a copy of this record elsewhere says nothing."""
+    """Where the copy lay: a copy of this record elsewhere proves nothing."""
     at: float
     node: str
     attempt: int
@@ -200,7 +201,7 @@ class ReadBackRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def last_read_back(root: CheckpointRoot, name: CheckpointName) -> ReadBackRecord | None:
-    """What is recorded of the copy in this root; None if it was not read, or that cannot be told."""
+    """What is recorded of the copy in this root; None if it was not read, or its record cannot be used."""
     try:
         raw = read_regular(RootBook(root.path).folder(str(name)) / RECORD, MAX_RECORD_BYTES)
         record = msgspec.json.decode(raw, type=ReadBackRecord)
@@ -226,11 +227,11 @@ class ReadBackOrder(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     attempt: int
     rate: float
-    """Bytes a second; 0: as fast as it can."""
+    """Bytes a second; 0: as fast as possible."""
 
 
 class LookAgain(msgspec.Struct, frozen=True):
-    """There is something to be read."""
+    """There is something to read."""
 
 
 class ReadingTrouble(msgspec.Struct, frozen=True):
@@ -273,11 +274,11 @@ class ReadBack:
             self._due = time.monotonic() + self._settle
 
     def hurry(self) -> None:
-        """Retention waits for a result: do not let what was committed settle first."""
+        """Retention is waiting for a result: read what was committed without letting it settle first."""
         self._due = time.monotonic()
 
     def poll(self) -> None:
-        """Have what is due read; take in what was found bad."""
+        """Have what is due read; report what was found bad."""
         try:
             self._listen()
             if self._due is not None and time.monotonic() >= self._due:
@@ -294,7 +295,7 @@ class ReadBack:
                 return
             self._start()
         if self._child is not None and self._child.connected:
-            # It may have been told often enough, or be dead: the next time shows.
+            # It may have enough requests, or be dead: the next call will show.
             with contextlib.suppress(Gone):
                 self._child.line.send(LookAgain())
 
@@ -303,7 +304,7 @@ class ReadBack:
         if self._started > REPLACEMENTS:
             self._give_up(
                 f"the process that reads checkpoints back ended {REPLACEMENTS} times (see {self._log}); "
-                "none is read back any more before the next start"
+                "none is read back until the next start"
             )
             return
         self._child = Companion(self._spawn, Packets.pair(ReadingTrouble))
@@ -316,13 +317,13 @@ class ReadBack:
     def _listen(self) -> None:
         while self._child is not None and self._child.connected:
             try:
-                told = self._child.line.receive()
+                trouble = self._child.line.receive()
             except Gone:
                 self._child.hang_up()
                 return
-            if told is None:
+            if trouble is None:
                 return
-            log.error("holdfast: %s", told.text)
+            log.error("holdfast: %s", trouble.text)
 
     def _give_up(self, why: str) -> None:
         self._started = REPLACEMENTS + 1
@@ -336,7 +337,7 @@ class ReadBack:
             child.kill(1.0)
 
     def close(self) -> None:
-        """The run ends, and with it the reading; what was not read now is read by the next attempt."""
+        """The run ends, and the reading with it; the next attempt reads what was not read yet."""
         with contextlib.suppress(OSError):
             self._listen()
         self._hang_up()
@@ -374,11 +375,11 @@ class Reader:
     def _await_word(self) -> None:
         while True:
             try:
-                told = self._line.receive(4 * STEP)
+                message = self._line.receive(4 * STEP)
             except Gone:
                 raise _OverError from None
             self._check()
-            if told is not None:
+            if message is not None:
                 return
 
     def _check(self) -> None:
@@ -386,7 +387,7 @@ class Reader:
             raise _OverError
 
     def _next(self) -> CheckpointName | None:
-        """The newest one that this run saved and nobody has read."""
+        """The newest checkpoint that this run saved and nobody has read back."""
         mine = (name for name in self._root.names() if self._is_ours(name))
         for name in itertools.islice(mine, NEWEST):
             if self._tries.get(name, 0) < TRIES and last_read_back(self._root, name) is None:
@@ -407,7 +408,7 @@ class Reader:
         self._tries[name] = self._tries.get(name, 0) + 1
         directory, started = self._root.committed(name), time.monotonic()
         try:
-            with reading(directory) as there:  # also while it is recorded: its records go when it goes
+            with reading(directory) as there:  # also while recording: a deletion takes the records too
                 found = self._compare(name, directory) if there else None
                 if found is not None:
                     self._record(name, found, time.monotonic() - started)
@@ -416,7 +417,7 @@ class Reader:
                 self._warn(f"{name} could not be read back: {error}")
 
     def _compare(self, name: CheckpointName, directory: Path) -> Inspection | None:
-        """What is wrong with it, once it is sure; None if that cannot be said."""
+        """What is wrong with it, once that is certain; None if it cannot be said."""
         found = verify(directory, progress=self._pace, cold=True)
         first = [str(problem) for problem in found.problems]
         if first and directory.is_dir():
@@ -470,7 +471,7 @@ class Reader:
         )
 
     def _pace(self, count: int) -> None:
-        """Called for each piece that was read: no faster than was said, and not after the trainer."""
+        """Called for each piece read: keeps to the rate, and stops when the trainer is gone."""
         now = time.monotonic()
         if self._order.rate > 0:
             self._owed = max(0.0, self._owed - (now - self._since)) + count / self._order.rate
@@ -495,11 +496,11 @@ class Reader:
 
 
 def _step_back(parent: int) -> None:
-    """Lowest priority for the processor and the storage, and an end with the trainer's."""
+    """Take the lowest priority for processor and storage, and end when the trainer ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        raise SystemExit(0)  # it ended before that was asked for
+        raise SystemExit(0)  # the trainer ended before that was arranged
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.nice(19)
     number = _IOPRIO_SET.get(platform.machine())

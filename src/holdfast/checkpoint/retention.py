@@ -1,14 +1,14 @@
 """Retention: deletes the checkpoints that the policy gives up.
 
-Guarantee: a checkpoint is there whole, or it is gone from the root. Each one is taken away by one rename
-into the trash, under the fence, after a record that says so; only then, and without the fence, is it
-deleted. A cut in between leaves trash, which the next start sweeps. What has no such record and is gone
-was lost.
+Guarantee: a checkpoint is there whole, or it is gone from the root. Each one is taken away by one rename into
+the trash, under the fence, after a record that says so; only then, and without the fence, is it deleted. A
+cut in between leaves trash, which the next start sweeps. A checkpoint that is gone without such a record was
+lost.
 
 There is one owner: whoever holds the run's lease, which is rank 0 of an attempt after a commit, or
 `holdfast ckpt gc`. So nothing is deleted while a resume reads: a new attempt claims the lease first, and from
 then on the old one's fence refuses; the new one deletes nothing before its first commit, which needs every
-rank to have loaded. A reader that holds no lease is met with a lock (read_back.py), and left alone.
+rank to have loaded. A reader that holds no lease takes a lock (read_back.py), and is left alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ log = logging.getLogger("holdfast.checkpoint")
 LOOKED_AT_AGAIN = 8
 """How many of the newest must be seen to be sound, at every pass, before an older one may go."""
 PASS_WAIT = 10.0
-"""How long training waits for a pass; one that takes longer goes on beside it."""
+"""How long training waits for a pass; one that takes longer continues beside it."""
 CLOSE_WAIT = 5.0
 """How long the end of a run waits for deletions that are still going on."""
 
@@ -76,7 +76,7 @@ class JudgedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetentionOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan came to."""
+    """What came of carrying out a plan."""
 
     items: list[JudgedCheckpoint]
     trashed: list[Path]
@@ -112,13 +112,13 @@ class Retention:
     # --- deciding -------------------------------------------------------------------------------------------
 
     def plan(self, attempt: int | None = None) -> list[JudgedCheckpoint]:
-        """What would be kept and deleted now, and why; changes nothing. `attempt` is the one that runs."""
+        """What would be kept and deleted now, and why; changes nothing. `attempt` is the running one."""
         present = self._root.names()
         records = self._known(present, attempt)
         standings = {name: str(self._book.of(str(name))) for name in present}
         pins = self._pins(records)
         fresh = self._refresh(present)
-        # A dry run has no lease: a live run's own retention may take some away while they are looked at.
+        # A dry run has no lease: a live run's own retention may delete some while this looks at them.
         present = [name for name in present if not self._went(name)]
         while True:
             candidates = [self._candidate(name, standings[name], pins) for name in present]
@@ -154,7 +154,7 @@ class Retention:
         return self._records
 
     def _pins(self, records: dict[CheckpointName, CommitRecord]) -> dict[str, str]:
-        """What the newest attempt came from, the parent of that, and what an operator wants to go back to."""
+        """The checkpoint that the newest attempt came from, its parent, and the one pinned by an operator."""
         head = latest_head(self._control)
         asked = pinned(self._control)
         name = parse_name(asked.checkpoint) if asked is not None else None
@@ -184,7 +184,7 @@ class Retention:
         )
 
     def _read_back(self, name: CheckpointName) -> ReadBackRecord | None:
-        """What came of reading it back, as this run committed it; found once, it is remembered."""
+        """What came of reading back what this run committed; once found, it is remembered."""
         if name not in self._read_backs:
             found, record = last_read_back(self._root, name), (self._records or {}).get(name)
             if found is None or record is None or found.manifest != record.manifest:
@@ -196,9 +196,9 @@ class Retention:
         return self._records is not None and name in self._records and name not in self._off_line
 
     def _refresh(self, present: list[CheckpointName]) -> set[CheckpointName]:
-        """Look again at the newest of the line, until enough were seen to be sound, and at what was not."""
+        """Look again at the newest on the line until enough are seen to be sound, and at any that was not."""
         self._looks = {name: look for name, look in self._looks.items() if name in set(present)}
-        self._read_backs = {name: one for name, one in self._read_backs.items() if name in set(present)}
+        self._read_backs = {name: read for name, read in self._read_backs.items() if name in set(present)}
         fresh: set[CheckpointName] = set()
         wanted = min(max(LEAST, self._rules.keep_last), LOOKED_AT_AGAIN)
         for name in present:
@@ -212,7 +212,7 @@ class Retention:
         return fresh
 
     def _went(self, name: CheckpointName) -> bool:
-        """Whether it was deleted by somebody else since it was listed."""
+        """Whether somebody else has deleted it since it was listed."""
         bad = self._looks[name].condition is not Condition.SOUND
         return bad and bool(removed(self._root.committed(name), self._control))
 
@@ -253,7 +253,7 @@ class Retention:
                         trashed.append(place)
                         RootBook(self._root.path).forget(str(item.name))
                     else:
-                        kept = "somebody reads it"
+                        kept = "somebody is reading it"
                 except (OSError, HoldfastError) as error:
                     stopped = error
             if not item.keep and stopped is not None:
@@ -269,7 +269,7 @@ class Retention:
         return RetentionOutcome(items=items, trashed=trashed, error=stopped)
 
     def _move(self, item: JudgedCheckpoint, place: Path, fence: Fence) -> bool:
-        """One checkpoint into the trash; False if somebody reads it."""
+        """One checkpoint into the trash; False if somebody is reading it."""
         assert self._records is not None
         record, directory = self._records[item.name], self._root.committed(item.name)
         deleted = DeletedRecord(
@@ -294,7 +294,7 @@ def empty(trashed: list[Path]) -> None:
 class Retainer:
     """Retention as a run does it: after a commit, on rank 0, without making training wait for deletions.
 
-    Nor for a file system that does not answer: then a pass goes on beside training.
+    Nor does training wait for a file system that does not answer: the pass then continues beside it.
     """
 
     def __init__(
@@ -309,9 +309,9 @@ class Retainer:
         on_deleted: Callable[[list[str]], None] | None = None,
         on_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """`on_deleted` is told the names of what was taken away, so that their other copies can go too.
+        """`on_deleted` gets the names of the deleted checkpoints, so that their other copies can go too.
 
-        `on_waiting` is called when something could go but for a newer one to be read back.
+        `on_waiting` is called when something could be deleted if only a newer one had been read back.
         """
         self._retention = Retention(control, root, rules)
         self._on_deleted = on_deleted
@@ -329,10 +329,10 @@ class Retainer:
             return  # still deleting: the next pass decides about the rest again
         passed = self._passes.take()
         if passed is None:
-            return  # what it does is told after a later commit
+            return  # its outcome is reported after a later commit
         try:
             outcome = passed.result()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint before it is committed
+        except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint was committed before it
             self._warn(error)
             return
         if outcome.error is not None:
@@ -354,12 +354,12 @@ class Retainer:
         return self._retention.take_away(self._retention.plan(self._attempt), self._fence)
 
     def _warn(self, error: Exception) -> None:
-        told = error if isinstance(error, OSError | HoldfastError) else f"{type(error).__name__}: {error}"
-        self._journal.write(Warned(message=f"retention stopped, the next save tries again: {told}"))
-        log.warning("holdfast: retention stopped, the next save tries again: %s", told)
+        why = error if isinstance(error, OSError | HoldfastError) else f"{type(error).__name__}: {error}"
+        self._journal.write(Warned(message=f"retention stopped, the next save tries again: {why}"))
+        log.warning("holdfast: retention stopped, the next save tries again: %s", why)
 
     def close(self) -> None:
-        """Give deletions that are going on a moment to end."""
+        """Give deletions under way a moment to finish."""
         if self._deleting is not None:
             self._deleting.join(CLOSE_WAIT)
 
@@ -377,7 +377,7 @@ def deletion_event(items: list[JudgedCheckpoint]) -> CheckpointsDeleted:
 
 
 def _may_be_intact(directory: Path, record: CommitRecord) -> bool:
-    """Whether a manifest that cannot be understood may be the committed one, as a newer release wrote it."""
+    """Whether a manifest that cannot be understood may be the committed one, written by a newer release."""
     try:
         data = read_regular(directory / MANIFEST, MAX_MANIFEST_BYTES)
     except FileNotFoundError:

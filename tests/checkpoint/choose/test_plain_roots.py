@@ -92,7 +92,7 @@ def of_another_shape(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (nan, "not-finite: .: there are values that are no numbers in 1 of its tensors: model.w"),
+        (nan, "not-finite: .: there are values that are not numbers in 1 of its tensors: model.w"),
         (infinite, "not-finite"),
         (flipped, "altered: __0_0.distcp: model.w"),
         (of_another_shape, "expected 60 bytes of values, found 48"),

@@ -246,7 +246,7 @@ def test_nothing_is_sent_to_a_server_that_does_not_know_the_secret(lab: Lab) -> 
     ("said", "why"),
     [
         (b"SSH-2.0-x\r\n" * 4, "announced a record of"),
-        (frame(b"\xc1"), "no message"),
+        (frame(b"\xc1"), "not a message"),
         (frame(Greeting(2, b"s" * 32)), "use the same release"),
         (frame(Greeting(1, b"")), "nonce of 0 bytes"),
     ],
@@ -366,7 +366,7 @@ def test_another_runs_server_is_refused(lab: Lab, tmp_path: Path) -> None:
     copy = lab.copy(ours)
     with lab.server(ours) as (_, port):
         reader = PeerReader(("127.0.0.1", port), other, timeout=3)
-        with pytest.raises(PeerError, match=f"is it of run {other.run_id}"):
+        with pytest.raises(PeerError, match=f"does it belong to run {other.run_id}"):
             reader.read_into(
                 memoryview(bytearray(1)), checkpoint=copy[0].checkpoint, path="__3_0.distcp", offset=0
             )

@@ -115,7 +115,7 @@ def test_after_a_few_deaths_peers_are_refused_at_once(lab: Lab) -> None:
             socket.create_connection(host.address, timeout=1)
     warned = [event.message for event in lab.journal() if isinstance(event, Warned)]
     assert len(warned) == REPLACEMENTS + 1
-    assert "it takes no replicas and gives out none before the next start" in warned[-1]
+    assert "it takes no replicas and gives out none until the next start" in warned[-1]
 
 
 def test_a_server_ends_soon_after_its_leader_and_frees_its_port(lab: Lab) -> None:

@@ -529,7 +529,7 @@ def _file(path: str = "__0_0.distcp", start: int = 0, size: int = 8, chunks: Any
         ("step_00000005-00000005", [_file("../x")], "is not allowed"),
         ("step_00000005-00000005", [_file("/x")], "is not allowed"),
         ("step_00000005-00000005", [_file(size=1 << 60)], "more than"),
-        ("step_00000005-00000005", [_file(), _file("__0_1.distcp", start=7)], "lies over"),
+        ("step_00000005-00000005", [_file(), _file("__0_1.distcp", start=7)], "overlaps"),
         ("step_00000005-00000005", [_file(), _file(start=8)], "twice"),
         ("step_00000005-00000005", [_file(chunks=[AnnouncedChunk(4, 5, "0" * 32)])], "lies outside"),
     ],

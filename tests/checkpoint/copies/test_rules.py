@@ -118,7 +118,7 @@ def test_fewer_nodes_than_the_factor_hold_what_they_can() -> None:
     assert (few.factor, few.targets) == (2, [["b"], ["b"], ["a"], ["a"]])
     assert few.notes == [
         "checkpoint.replication_factor is 3, but the ranks are on 2 nodes: each local copy lies on 2, and "
-        "not all of them may be lost at once"
+        "they must not all be lost at once"
     ]
 
 
@@ -131,7 +131,7 @@ def test_fewer_nodes_than_the_factor_hold_what_they_can() -> None:
         (
             [2, 2],
             4,
-            "only 2 nodes of 2, so that it leads back to the same node; set it to at most 2, or to 0",
+            "only 2 nodes of 2, so it leads back to the same node; set it to at most 2, or to 0",
         ),
         ([2, 2], 6, "only 2 nodes of 2"),
     ],

@@ -1,4 +1,4 @@
-"""Which checkpoint a start goes on from, and loading it: the ladder, the verification, the load.
+"""Which checkpoint a start continues from, and loading it: the ladder, the verification, the load.
 
 For resumes, for looking ahead without a lease, for suspicion, and for plain DCP directories.
 Promises: one choice for all ranks, by evidence, with the reason why each higher rung was not taken.

@@ -1,21 +1,21 @@
 """The ladder: which checkpoints a start may take, why not the others, and which a decision suspects.
 
-Everybody takes the same inventory and walks the same way. What is done at a rung is handed in:
+Every caller takes the same inventory and walks down in the same way. What is done at a rung is passed in:
 
 * A resume (`resume`) has all ranks load and verify the rung, and they agree on it. It holds the lease,
-  fetches what is missing or bad, and tries the storage after two rungs in a row that cannot be used.
+  fetches what is missing or bad, and tests the storage after two unusable rungs in a row.
 * A look before anything is started (`resolver`) reads the bytes, or only names and sizes. It holds no lease,
   changes nothing, and knows what nodes hold only from the records. Where no run keeps a record, the rungs are
-  the directories that lie there, and what is recorded beside one is read when its turn comes.
+  the directories found there, and what is recorded beside each is read when its turn comes.
 * A decision about a failed attempt (`situation_of`) takes the inventory alone. It reads no bytes,
-  asks no remote and heeds no pin; what is to be avoided is left out by the policy that decides.
+  asks no remote and heeds no pin; the policy that decides leaves out what is to be avoided.
 
 The order is the lineage's, newest first; file names, file times and the `latest` hint play no part in it.
-`build_ladder`, `leave_out` and `walk_down` are pure: everything they decide on is handed in.
+`build_ladder`, `leave_out` and `walk_down` are pure: everything they decide on is passed in.
 
 Which checkpoints fall under suspicion together is decided here too, and written down. Guarantee: what a
 decision made suspect or acquitted is on record, under the fence, before the next attempt's workers start,
-also if the one that decided died in between. Writing it again changes nothing.
+even if the process that decided died in between. Writing it again changes nothing.
 """
 
 from __future__ import annotations
@@ -95,22 +95,22 @@ UNSEEN = "not seen: nodes may hold it, but this attempt goes on without the loca
 AVOIDED = "avoided: the recovery decision was to resume below it"
 
 FRESH, REFUSED = "fresh start", "refused"
-"""What is chosen where it is no checkpoint."""
+"""What is chosen when it is not a checkpoint."""
 USED, BAD, LOWER, NO_RUNG = "would be used", "refused", "lower than the one used", "not a rung"
 LOCAL = "would be used if its nodes still hold it"
 
 ALARM = 2
-"""Rungs in a row that cannot be used before the storage is tried."""
+"""Unusable rungs in a row after which the storage is tested."""
 PROBE_SIZE = 8 * 1024 * 1024
-"""Bytes that storage is tried with."""
+"""Bytes with which the storage is tested."""
 NAMED_OWNERS = 8
-"""Checkpoints of others whose run is looked up: enough to tell what happened."""
+"""How many checkpoints of other runs have their run looked up: enough to show what happened."""
 MAX_LINKS = 40
-"""Links that are followed one after the other, as many as the kernel follows."""
+"""How many links in a row are followed: as many as the kernel follows."""
 
 
 class Rung(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate. `path` is set when it was asked for by path; otherwise it lies under the root."""
+    """A candidate. `path` is set if it was asked for by path; otherwise it lies under the root."""
 
     name: str
     step: int
@@ -148,13 +148,13 @@ class RungOutlook(msgspec.Struct, frozen=True, kw_only=True):
     local: str | None = None
     """Where the local tier's copies should be, as recorded."""
     world: int | None = None
-    """How many ranks saved it, where its manifest was read."""
+    """How many ranks saved it, if its manifest was read."""
     standing: str = ""
     bytes: int = 0
 
 
 def first_of(rows: Iterable[RungOutlook], *verdicts: str) -> RungOutlook | None:
-    """The first checkpoint of which one of these is said."""
+    """The first checkpoint with one of these verdicts."""
     return next((row for row in rows if row.verdict in verdicts), None)
 
 
@@ -166,7 +166,7 @@ class RungLook(NamedTuple, Generic[T]):
 
     row: RungOutlook
     held: T | None = None
-    """If it would be used: what looking at it has left in hand."""
+    """If it would be used: what looking at it produced."""
     of_bytes: bool = True
     """Whether its bytes were judged: several bad ones in a row may be the fault of the storage."""
 
@@ -176,11 +176,11 @@ class Walk(Generic[T]):
     """What was found on the way down."""
 
     rows: list[RungOutlook] = field(default_factory=list)
-    """Of all rungs that were looked at."""
+    """One for each rung that was looked at."""
     lower: Sequence[Rung] = ()
     """Those below the one that would be used."""
     held: T | None = None
-    """Of the one that would be used."""
+    """What looking at the one that would be used produced."""
     alarm: list[str] = field(default_factory=list)
     """Rungs in a row whose bytes could not be used, if there were enough to suspect the storage."""
 
@@ -192,8 +192,8 @@ def walk_down(
 ) -> Walk[T]:
     """Look at one rung after another until one would be used; what is below that one is not looked at.
 
-    `refused` is told of each rung that is refused, with the names of all that were refused in a row. It may
-    raise, which ends the walk.
+    `refused` is called for each rung that is refused, with the names of all that were refused in a row. It
+    may raise, which ends the walk.
     """
     walk: Walk[T] = Walk()
     bad: list[str] = []
@@ -230,10 +230,10 @@ def build_ladder(
     """The rungs for an ordinary resume, or, with `step`, only those of that step.
 
     `present` are the directories under the root, `committed` those whose rename is known to have happened,
-    `deleted` those that retention took away, `local` those that the local tier committed. One that only the
-    local tier had and has no more does not stand against a fresh start: it was never meant to last. With
-    `local_unseen` nobody has looked, and it does.
-    `owners` says, in words, whose those are that this run does not know.
+    `deleted` those that retention deleted, `local` those that the local tier committed. One that only the
+    local tier had, and has lost, does not prevent a fresh start: it was never meant to last. With
+    `local_unseen` nobody has looked, so it does prevent one.
+    `owners` says, in words, whose the checkpoints are that this run does not know.
     A fresh start is allowed only if the run never had a checkpoint and the root holds nobody else's.
     """
     rungs: list[Rung] = []
@@ -265,7 +265,7 @@ def build_ladder(
     known = {CheckpointName(record.step, record.id) for record in timeline.on_line} | abandoned
     for name in sorted(there & abandoned, reverse=True):
         rejected.append(
-            RejectedOption(str(name), ["abandoned: the run went back below it and on another way"])
+            RejectedOption(str(name), ["abandoned: the run went back below it and continued from there"])
         )
     for name in sorted(there - known, reverse=True):
         why = "unknown: this run has no record of having saved it"
@@ -279,7 +279,7 @@ def build_ladder(
 def leave_out(ladder: Ladder, avoid: Collection[str]) -> Ladder:
     """The ladder without the rungs that a recovery decision told this attempt not to use.
 
-    A fresh start becomes no more allowed by it: where nothing else is left, the resume is refused.
+    That never makes a fresh start allowed: if nothing else is left, the resume is refused.
     """
     kept = [rung for rung in ladder.rungs if rung.name not in avoid]
     avoided = [rung for rung in ladder.rungs if rung.name in avoid]
@@ -328,7 +328,7 @@ def take_inventory(
 
     `copies` are checkpoints that a remote or the local tier holds. One of this line that is not here is a
     rung all the same: it can be fetched, or put together. One that retention deleted is not, nor is anybody
-    else's. `avoid` names what an ordinary resume ("auto") leaves out. A `pin` counts before all of these.
+    else's. `avoid` names what an ordinary resume ("auto") leaves out. A `pin` overrides all of these.
     `local_unseen`: what the local tier holds is not known.
     """
     if pin is not None:
@@ -362,7 +362,7 @@ def take_inventory(
 
 
 def _owners(root: CheckpointRoot, known: Collection[CheckpointName]) -> dict[tuple[int, str], str]:
-    """Which runs have saved what lies here beside this run's own, in words; of the newest few."""
+    """Which runs saved the newest few checkpoints here that are not this run's own, in words."""
     found: dict[tuple[int, str], str] = {}
     for name in sorted(set(root.names()) - set(known), reverse=True)[:NAMED_OWNERS]:
         with contextlib.suppress(ManifestError):
@@ -414,7 +414,7 @@ def _name(record: CommitRecord) -> str:
 
 
 def _with_deletions(ladder: Ladder, control: ControlDirectory) -> Ladder:
-    """The ladder of a step that was asked for, with when and why retention deleted what it has deleted."""
+    """The ladder of a step that was asked for, saying when and why retention deleted what it deleted."""
     rejected = []
     for option in ladder.rejected:
         name = parse_name(option.option)
@@ -436,8 +436,8 @@ def _with_origin(ladder: Ladder, timeline: Timeline, control: ControlDirectory) 
 
 
 def _with_plain(ladder: Ladder, root: CheckpointRoot) -> Ladder:
-    """Before its first attempt a run finds checkpoints in its root that nobody has a record of: to begin anew
-    beside them may be meant, or may throw away what was trained; somebody must say which."""
+    """Before its first attempt, a run may find checkpoints in its root that nobody has a record of. To begin
+    anew beside them may be intended, or may throw away what was trained; a person must say which."""
     there = [path for path in directories(root.path) if is_checkpoint(path)] if root.path.is_dir() else []
     why = "no run has a record of it: name it with checkpoint.resume_from to go on from it, or say 'fresh'"
     found = [RejectedOption(escaped(path.name), [why]) for path in there[:NAMED_OWNERS]]
@@ -445,13 +445,13 @@ def _with_plain(ladder: Ladder, root: CheckpointRoot) -> Ladder:
 
 
 def _refused(rung: Rung, control: ControlDirectory) -> str:
-    """The standing for which a checkpoint that was named by its path is refused; whoever recorded it."""
+    """The standing for which a checkpoint named by its path is refused, no matter which run recorded it."""
     if not rung.id:
         return ""
     path, name = Path(rung.path), str(CheckpointName(rung.step, rung.id))
     standing = StandingBook(control, path.parent).of(name)
     if standing not in REFUSED_STANDINGS:
-        # It may be a copy in another place of what this run judged, or was told of, in its own root.
+        # It may be a copy, elsewhere, of a checkpoint that this run judged or learned of in its own root.
         standing = StandingBook(control).of(name)
     return str(standing) if standing in REFUSED_STANDINGS else ""
 
@@ -463,15 +463,15 @@ def refuse_named(rung: Rung, control: ControlDirectory) -> Ladder | None:
         return None
     name = str(CheckpointName(rung.step, rung.id))
     why = f"{standing}: set checkpoint.force to use it all the same"
-    told = StandingBook(control, Path(rung.path).parent).evidence_of(name)
-    return Ladder([], [RejectedOption(rung.name, [why, *(escaped(line, 500) for line in told)])], False)
+    evidence = StandingBook(control, Path(rung.path).parent).evidence_of(name)
+    return Ladder([], [RejectedOption(rung.name, [why, *(escaped(line, 500) for line in evidence)])], False)
 
 
 def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
     if not path.is_dir():
         why = removed(path, control) or removed(path)
-        told = f"this checkpoint is not there any more: {why}" if why else "no such directory"
-        raise UsageError(f"checkpoint.resume_from = {str(path)!r}: {told}")
+        problem = f"this checkpoint is not there any more: {why}" if why else "no such directory"
+        raise UsageError(f"checkpoint.resume_from = {str(path)!r}: {problem}")
     rung = _rung_at(path.absolute())
     if not force and (refused := refuse_named(rung, control)) is not None:
         return refused
@@ -479,7 +479,7 @@ def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
 
 
 def _rung_at(path: Path) -> Rung:
-    for _ in range(MAX_LINKS):  # what was judged lies beside the checkpoint, not beside a link to it
+    for _ in range(MAX_LINKS):  # its standing lies beside the checkpoint, not beside a link to it
         if not path.is_symlink():
             break
         path = path.parent / path.readlink()
@@ -506,8 +506,9 @@ def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int | None = None
 def highest_committed_step(root: Path, control: ControlDirectory) -> int:
     """The highest step among committed checkpoints; 0 if there is none. Says nothing about their bytes.
 
-    One that is suspect or condemned is no progress. A run that has no checkpoints at all, because its script
-    saves by itself, is believed what it tells (`handover.progress`); beside checkpoints that counts nothing.
+    A suspect or condemned one does not count as progress. If a run has no checkpoints at all, because its
+    script saves by itself, what it reports (`handover.progress`) is believed; once there are checkpoints,
+    that counts for nothing.
     """
     checkpoints, book = CheckpointRoot(root), StandingBook(control, root)
     try:
@@ -523,14 +524,14 @@ def highest_committed_step(root: Path, control: ControlDirectory) -> int:
 # --- suspicion ----------------------------------------------------------------------------------------------
 
 TRUSTED = frozenset({Standing.PROVEN, Standing.ACQUITTED})
-"""Whoever saved from one of these did not carry on what may be bad."""
+"""An attempt that came from one of these did not carry on anything that may be bad."""
 
 
 def doubtful_with(control: ControlDirectory, rung: str, probation_steps: int) -> list[str]:
     """The checkpoint that was loaded and those that are as doubtful as it, by name, lowest step first.
 
-    Upwards: what it was saved from, if that was still in its probation then. Downwards: whatever was saved
-    from any of these and is on the present line, because a resume would take that first.
+    Upwards: the checkpoint it was saved from, if that was still in its probation then. Downwards: whatever
+    was saved from any of these and is on the present line, because a resume would take that first.
     """
     timeline, book = read_timeline(control), StandingBook(control)
     records = {record.id: record for record in [*timeline.abandoned, *timeline.on_line]}
@@ -545,9 +546,10 @@ def doubtful_with(control: ControlDirectory, rung: str, probation_steps: int) ->
         if above is None or above.id in group:
             break
         group.add(above.id)
-    group |= {one.id for one in descendants(group, timeline.on_line)}
-    kept = [records[one] for one in group if book.of(one) is not Standing.CONDEMNED or one == loaded.id]
-    return [str(CheckpointName(one.step, one.id)) for one in sorted(kept, key=lambda one: (one.step, one.id))]
+    group |= {record.id for record in descendants(group, timeline.on_line)}
+    kept = [records[id_] for id_ in group if book.of(id_) is not Standing.CONDEMNED or id_ == loaded.id]
+    kept.sort(key=lambda record: (record.step, record.id))
+    return [str(CheckpointName(record.step, record.id)) for record in kept]
 
 
 def _unproven_source(
@@ -557,7 +559,7 @@ def _unproven_source(
     book: StandingBook,
     probation_steps: int,
 ) -> CommitRecord | None:
-    """What the attempt that saved this one came from, if it had not shown itself to be good by then."""
+    """What the attempt that saved this one came from, if that had not proven itself good by then."""
     head = read_record(control.attempt(record.attempt) / "head.json", HeadRecord)
     source = records.get(head.checkpoint) if head is not None and head.checkpoint is not None else None
     if source is None or record.step - source.step > probation_steps or book.of(source.id) in TRUSTED:
@@ -566,12 +568,12 @@ def _unproven_source(
 
 
 def next_orders(control: ControlDirectory, attempts: Sequence[PastAttempt]) -> Orders:
-    """What the next attempt is to be told, from the records alone; `attempts` are all before it."""
+    """The orders for the next attempt, from the records alone; `attempts` are all those before it."""
     return msgspec.structs.replace(still_open(control, attempts), avoid=avoided(control))
 
 
 def still_open(control: ControlDirectory, attempts: Sequence[PastAttempt]) -> Orders:
-    """What earlier attempts were told and none has done yet."""
+    """The orders that earlier attempts were given and none has carried out yet."""
     trial, book = open_trial(attempts), StandingBook(control)
     if trial is not None:
         left = [name for name in trial.suspects if _standing(book, name) is Standing.SUSPECT]
@@ -587,9 +589,9 @@ def _standing(book: StandingBook, name: str) -> Standing | None:
 def write_findings(
     control: ControlDirectory, fence: Fence, journal: JournalWriter, attempt: int, decision: Decision
 ) -> None:
-    """Record and journal what a decision about an attempt says of checkpoints, data and steps.
+    """Record and journal what a decision about an attempt says about checkpoints, data and steps.
 
-    What is on record stays as it is.
+    What is already on record stays as it is.
     """
     book = StandingBook(control)
     evidence = [*decision.grounds, decision.reason]
@@ -602,7 +604,7 @@ def write_findings(
             parsed = parse_name(name)
             if parsed is None:
                 journal.write(
-                    events.Warned(message=f"{name} is not of this run and cannot become {standing}")
+                    events.Warned(message=f"{name} does not belong to this run and cannot become {standing}")
                 )
                 continue
             now = book.of(name)
@@ -627,9 +629,9 @@ def situation_of(
     can_requeue: bool = False,
     forgiven: int = 0,
 ) -> Situation:
-    """What recovery decides on: the failed attempt, and what the records say of checkpoints and requests.
+    """What recovery decides on: the failed attempt, and what the records say about checkpoints and requests.
 
-    `forgiven`: attempts up to this number do not count, beside what an operator has forgiven.
+    `forgiven`: attempts up to this number do not count, in addition to those that an operator has forgiven.
     """
     rungs = _rungs(control, settings)
     return Situation(
@@ -652,13 +654,13 @@ def situation_of(
 
 
 def _rungs(control: ControlDirectory, settings: Settings) -> dict[str, int]:
-    """Name → step of what a resume may still use, newest first, as far as names tell."""
+    """Name → step of what a resume may still use, newest first, judged by names alone."""
     try:
         root, local = CheckpointRoot(settings.checkpoint_root()), tier.names(control)
         ladder = take_inventory(control, root, "auto", force=False, copies=local)
     except (ControlError, UsageError, OSError):
         return {}
-    return {one.name: one.step for one in ladder.rungs}
+    return {rung.name: rung.step for rung in ladder.rungs}
 
 
 def _doubtful(control: ControlDirectory, settings: Settings, failed: PastAttempt) -> list[str]:
@@ -678,9 +680,9 @@ def write_down(
     root: FailureRecord | None,
     decision: Decision,
 ) -> None:
-    """Everything that must outlive this process: what is excluded or suspect, why, and last the history.
+    """Everything that must outlive this process: what is excluded or suspect, why, and, last, the history.
 
-    An attempt without it in the history is one whose decision may not have been written down whole.
+    If the history lacks it for an attempt, the decision about that one may not have been written down whole.
     """
     for one in decision.exclude:
         exclude(control, one.node, one.device, one.reason, "recovery", failed.number)
@@ -688,8 +690,9 @@ def write_down(
         readmit(control, node, None, decision.reason, "recovery", failed.number)
     write_findings(control, fence, journal, failed.number, decision)
     keep_incident(control, failed, decision)
-    told = failed.rejection is not None and failed.rejection.kind is Kind.DEVICE  # by the ranks themselves
-    if decision.verdict and failed.rejection is not None and not told:
+    # The ranks themselves have journalled the verdict on a device.
+    by_ranks = failed.rejection is not None and failed.rejection.kind is Kind.DEVICE
+    if decision.verdict and failed.rejection is not None and not by_ranks:
         accused = decision.exclude[0] if decision.exclude else None
         journal.write(
             events.Verdict(

@@ -1,7 +1,7 @@
 """Loading one checkpoint into the tracked objects, verified, in one pass, at any number of ranks.
 
 `load` reads and verifies everything this rank needs and puts the tensors in place; `LoadedState.apply` then
-restores what is not a tensor. The caller lets the group agree between the two. A rank that fails a check
+restores what is not a tensor. Between the two, the caller lets the group agree. A rank that fails a check
 raises CheckpointError: the copy is bad and a lower rung may do. IncompleteStateError means that the script
 and the checkpoint do not fit, which no other rung cures.
 """
@@ -93,9 +93,9 @@ def load(
 ) -> LoadedState:
     """Load a committed checkpoint whose manifest has this digest.
 
-    `needs_data`: whether the script has a data feed, None if that is nobody's concern. What `fresh` names
-    begins anew, and need not be there. With `shards` only the manifest and `.metadata` are in the directory;
-    the shards come from where they are.
+    `needs_data`: whether the script has a data feed, None if that does not matter. What `fresh` names begins
+    anew, and need not be in the checkpoint. With `shards` only the manifest and `.metadata` are in the
+    directory; the shards come from wherever they are.
     """
     try:
         manifest, found = manifests.read(directory)
@@ -161,7 +161,7 @@ def load(
 
 
 def check_fresh(tracked: Tracked, fresh: Collection[str], *, there: Collection[str]) -> None:
-    """What is to begin anew has to be tracked, or to be in the checkpoint and of no concern."""
+    """A part that begins anew must be tracked, or be one that only the checkpoint has."""
     if unknown := sorted(set(fresh) - {*tracked.names(), "data", *there}):
         raise IncompleteStateError(
             f"checkpoint.fresh_parts names {', '.join(unknown)}; this script tracks "
@@ -180,13 +180,13 @@ def _check_data(position: dict[str, Any] | None, needs_data: bool | None) -> Non
     if needs_data:
         raise IncompleteStateError(
             "the checkpoint holds no data position, and this script has a data feed, which would begin again "
-            "with its first batch. To let it, where checkpoint.resume_from names what the run begins with: "
-            "checkpoint.fresh_parts = 'data'"
+            "with its first batch. To allow that, if checkpoint.resume_from names what the run begins with, "
+            "set checkpoint.fresh_parts = 'data'"
         )
     raise IncompleteStateError(
         "the checkpoint holds a data position; this script has no data feed. Pass the loader to run.steps() "
-        "or run.feed(), as before; or leave the position, where checkpoint.resume_from names what the run "
-        "begins with: checkpoint.fresh_parts = 'data'"
+        "or run.feed(), as before; or to drop the position, if checkpoint.resume_from names what the run "
+        "begins with, set checkpoint.fresh_parts = 'data'"
     )
 
 
@@ -226,7 +226,7 @@ def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -
 
 
 def _own_instead(metadata: Metadata, rank: int) -> Metadata:
-    """The metadata as this rank will read it: its own version of a tensor may have a shape of its own."""
+    """The metadata as this rank will read it: its own version of a tensor may have a different shape."""
     prefix = own_prefix(rank)
     entries = metadata.state_dict_metadata
     own = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
@@ -249,7 +249,7 @@ def _read_blob(reader: VerifyingReader, metadata: Metadata, rank: int) -> dict[s
 def _load_tensors(state: dict[str, Any], reader: StorageReader) -> None:
     """DCP's load of exactly these entries, by this rank alone.
 
-    Of a checkpoint of ours DCP is left only what is stored in parts: it takes its time over each entry.
+    For our own checkpoints DCP is left only what is stored in parts, because it is slow over each entry.
     """
     flat = flatten(state)
     if not flat:
@@ -273,8 +273,8 @@ def load_stock(
 ) -> LoadedState:
     """Load a plain DCP directory, asked for by name: it has no digests, so nothing vouches for its bytes.
 
-    Models must be there in full, and so must be whatever else `fresh` does not name. The caller has checked
-    the directory's completeness without unpickling it.
+    Models must be there in full, and so must everything else that `fresh` does not name. The caller has
+    checked the directory's completeness without unpickling it.
     """
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
@@ -331,24 +331,24 @@ def _stock_misfit(
 ) -> str:
     """What to say of a plain DCP directory that lacks tracked parts, or has optimizers that nobody tracks."""
     word = ",".join([*fresh, *missing, *unknown])
-    told = f"{directory} is a plain DCP directory and "
+    text = f"{directory} is a plain DCP directory and "
     if missing:
-        told += (
+        text += (
             f"does not hold {', '.join(missing)}: training would go on with "
             f"{'them' if len(missing) > 1 else 'it'} as at a first start"
         )
     if unknown:
-        told += (
+        text += (
             f"{', and it ' if missing else ''}holds {', '.join(unknown)}, an optimizer's state, which is "
             f"not tracked, so this resume would begin it anew: add run.track({unknown[0]}=…), the name that "
             "it has there, before the first step"
         )
-    return f"{told}. If that is meant, say so: checkpoint.fresh_parts = {word!r}"
+    return f"{text}. If that is intended, say so: checkpoint.fresh_parts = {word!r}"
 
 
 def _stock_targets(tracked: Tracked, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors to read into, all else) by part, for a plain DCP directory. Of a part that is in neither
-    nothing can be read, and it is not touched: a schedule, an optimizer without tensors there."""
+    """(tensors to read into, all else) by part, for a plain DCP directory. For a part that is in neither
+    nothing can be read, and it is not touched: a schedule, or an optimizer without tensors there."""
     tensors, others = tracked.collect()
     for name in tracked.names():
         if tracked.kind(name) == "model":

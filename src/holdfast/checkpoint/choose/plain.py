@@ -1,9 +1,9 @@
 """A directory of checkpoints that no run of ours keeps a record of: plain DCP, or what is left of a run.
 
-Without a record there is no lineage, and no standing but what was written down beside a checkpoint; without a
-manifest there are no digests. What can be known is looked at all the same: names, sizes and chunks against
-`.metadata`; the check sums that torch.save puts into every item; that each tensor has as many bytes as it
-should, and that its values are numbers.
+Without a record there is no lineage, and no standing except what was written down beside a checkpoint;
+without a manifest there are no digests. What can be checked is checked all the same: names, sizes and chunks
+against `.metadata`; the check sums that torch.save puts into every item; that each tensor has as many bytes
+as it should, and that its values are numbers.
 
 Guarantee: reads only, follows no link, unpickles nothing, needs no torch.
 """
@@ -53,9 +53,9 @@ _ZIP = b"PK\x03\x04"
 _CUT_SHORT = (
     zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, KeyError, struct.error,
 )  # fmt: skip
-"""What reading an archive raises that is none, or no whole one."""
+"""What is raised by reading something that is not an archive, or only part of one."""
 NAMED = 3
-"""Tensors with values that are no numbers that are named one by one."""
+"""How many of the tensors with values that are not numbers are named."""
 
 
 class Values(NamedTuple):
@@ -63,24 +63,24 @@ class Values(NamedTuple):
 
     items: int = 0
     unread: int = 0
-    """Items of a form that carries no check sum, or that is not known here."""
+    """Items in a format that has no check sum, or that is not known here."""
     notes: list[str] = []  # noqa: RUF012 - a default that nobody changes
 
 
 def is_plain_root(directory: Path) -> bool:
-    """Whether checkpoints lie here, and no run: a directory of `step_*`, or one checkpoint itself."""
+    """Whether this holds checkpoints but no run: a directory of `step_*`, or itself one checkpoint."""
     if not directory.is_dir() or (directory / "run.json").exists():
         return False
     return is_checkpoint(directory) or (directory / MARKER).exists() or bool(directories(directory))
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory is one checkpoint itself."""
+    """Whether a directory is itself one checkpoint."""
     return any((directory / name).exists() for name in (MANIFEST, METADATA))
 
 
 def directories(root: Path) -> list[Path]:
-    """What is meant to be a checkpoint, the highest step first; a link is none."""
+    """What is meant to be a checkpoint, the highest step first; a link does not count."""
     try:
         named = [
             entry
@@ -91,7 +91,7 @@ def directories(root: Path) -> list[Path]:
     except OSError as error:
         raise UsageError(
             f"the checkpoint root {root} cannot be read: {error.strerror or error}. "
-            "Look at its file system and your rights, then try again"
+            "Check its file system and your permissions, then try again"
         ) from error
     return sorted(found, key=lambda path: (step_of(path.name) or 0, path.name), reverse=True)
 
@@ -111,7 +111,7 @@ def step_of(name: str) -> int | None:
 def inspect(
     path: Path, *, quick: bool = False, progress: Progress | None = None
 ) -> tuple[Inspection, list[str]]:
-    """What is wrong with a checkpoint, and what was looked at: all that can be, or only names and sizes."""
+    """What is wrong with a checkpoint, and what was checked: all that can be, or only names and sizes."""
     inspection = check_structure(path)
     if inspection.problems:
         return inspection, []
@@ -122,17 +122,17 @@ def inspect(
     if quick:
         return inspection, ["complete by its metadata; no value was looked at, and it has no digests"]
     values = check_values(inspection, progress)
-    told = [f"complete by its metadata; the check sums of {values.items} items match; it has no digests"]
+    notes = [f"complete by its metadata; the check sums of {values.items} items match; it has no digests"]
     if values.unread:
-        told.append(f"{values.unread} items have no check sum that is known here: they were not looked into")
-    return inspection, [*told, *values.notes]
+        notes.append(f"{values.unread} items have no check sum that is known here, and were not read")
+    return inspection, [*notes, *values.notes]
 
 
 def check_values(inspection: Inspection, progress: Progress | None = None) -> Values:
     """Read every item of a plain DCP directory whose structure is sound; problems are added to it.
 
-    A NaN, or an infinity above zero, is no value that training goes on from. One below zero is how masks are
-    written, so it is told and no fault.
+    Training cannot continue from a NaN or a positive infinity. A negative infinity is how masks are written,
+    so it is reported but is not a fault.
     """
     try:
         meta = metadatas.read(inspection.directory)
@@ -151,7 +151,7 @@ def check_values(inspection: Inspection, progress: Progress | None = None) -> Va
                 if not stat.S_ISREG(os.fstat(file.number).st_mode):
                     inspection.add(Reason.NOT_A_FILE, path, "expected a regular file")
                     continue
-                for key, entry in sorted(stored, key=lambda one: one[1].offset):
+                for key, entry in sorted(stored, key=lambda item: item[1].offset):
                     found = _Item(meta, key, entry, file.number).look(inspection)
                     items += found.checked
                     unread += not found.checked
@@ -163,9 +163,9 @@ def check_values(inspection: Inspection, progress: Progress | None = None) -> Va
             inspection.add(Reason.UNREADABLE, path, f"cannot be read: {error.strerror or error}")
     if odd:
         detail = f"{len(odd)} of its tensors: {_few(odd)}"
-        inspection.add(Reason.NOT_FINITE, ".", f"there are values that are no numbers in {detail}")
-    told = [f"values of minus infinity, as masks have them, in {_few(masks)}"] if masks else []
-    return Values(items, unread, told)
+        inspection.add(Reason.NOT_FINITE, ".", f"there are values that are not numbers in {detail}")
+    notes = [f"values of minus infinity, as masks have them, in {_few(masks)}"] if masks else []
+    return Values(items, unread, notes)
 
 
 def _few(names: list[str]) -> str:
@@ -223,7 +223,7 @@ class _Item:
 
 
 def _blocks(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Iterator[bytes]:
-    """A record in pieces; its check sum is compared by the library when the last one was read."""
+    """A record in pieces; the library compares its check sum once the last piece was read."""
     with archive.open(record) as stream:
         while block := stream.read(READ_SIZE):
             yield block
@@ -279,7 +279,7 @@ _FLOATS = {
 
 
 def _not_finite(dtype: str, block: bytes) -> _Look:
-    """Whether there is a NaN or an infinity above zero (`odd`), or one below (`masked`)."""
+    """Whether there is a NaN or a positive infinity (`odd`), or a negative one (`masked`)."""
     import numpy as np
 
     if dtype == "float8_e4m3fn":  # it has no infinities, and one NaN

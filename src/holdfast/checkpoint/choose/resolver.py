@@ -1,10 +1,10 @@
 """Which checkpoint a start would resume from, by evidence, before anything is started. No torch, no lease.
 
 Guarantee: nothing is changed, and nothing is chosen that the resume itself would refuse: the same ladder in
-the same order (lineage, standing, pins, what recovery decided to avoid), the same checks of the same bytes.
-A run that somebody holds is refused, whatever its checkpoints are worth. What cannot be seen from here (the
-memory of other nodes) is named as recorded and never counted as verified. Where checkpoints lie that no run
-keeps a record of (`plain`), the newest one that holds is chosen or none is, with the reasons for each; such a
+the same order (lineage, standing, pins, what recovery decided to avoid), the same checks of the same bytes. A
+run that somebody holds is refused, whatever its checkpoints are worth. What cannot be seen from here (the
+memory of other nodes) is named as recorded and never counted as verified. Among checkpoints that no run keeps
+a record of (`plain`), the newest one that holds is chosen, or none, with the reasons for each; such a
 directory is never called a fresh start.
 """
 
@@ -78,7 +78,7 @@ from holdfast.record import (
 )
 
 LOOKS = 3
-"""How often the ladder is looked at, if a live run's retention takes away all of it meanwhile."""
+"""How often the ladder is looked at if a live run's retention deletes all of it meanwhile."""
 REMOTE_SECONDS = 30.0
 """For finding out what an object store holds; without an answer it counts as not seen."""
 
@@ -99,15 +99,15 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     """What would be chosen if the nodes hold nothing any more."""
     why: list[str] = []
     candidates: list[RungOutlook] = []
-    """In the order of the ladder; then what is no rung."""
+    """In the order of the ladder; then what is not a rung."""
     digests_read: bool = True
     asked: str = "auto"
-    """`resume_from`, as it was asked with."""
+    """The `resume_from` that was asked for."""
     pinned: str | None = None
     live: LeaseState | None = None
     """Who holds the run, if somebody does."""
     storage_alarm: list[str] = []
-    """Checkpoints in a row whose bytes were wrong, if so many were that the storage must be tried."""
+    """Checkpoints in a row whose bytes were wrong, if there were enough to suspect the storage."""
     unseen: list[str] = []
     """Places that could not be looked at, and why."""
     samples: int | None = None
@@ -115,14 +115,14 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     world: int | None = None
     exit_code: int = 0
     """What a start would end with: 0, 18 (no valid rung), 20 (somebody holds the run) or 24 (the directory
-    of a run that was there before is not)."""
+    of a run that existed before is gone)."""
 
     @property
     def usable(self) -> bool:
         return self.exit_code == 0
 
     def require(self) -> Resolution:
-        """Itself, or the error that the start would end with."""
+        """Return itself, or raise the error that the start would end with."""
         if self.exit_code == ExitCode.RUN_IS_LIVE:
             raise RunIsLiveError("; ".join(self.why))
         if self.exit_code == ExitCode.CONTROL_UNUSABLE:
@@ -145,11 +145,11 @@ def resolve_resume(
 ) -> Resolution:
     """Say which run and which checkpoint a start with these settings would resume from, and why.
 
-    `run_dir`: a run's directory; or one that holds several, of which the one that this Slurm job was started
-    for is taken; or a directory of checkpoints that no run keeps a record of (see `plain`). `root` and
-    `remote` default to what the last launch used, else `RUN_DIR/checkpoints` and none. Every byte is read
-    unless `quick`. A directory without any of these is one that a start would create, unless something says
-    that it was there before: then it is refused, unless `resume_from` is "fresh".
+    `run_dir`: a run's directory; or one that holds several, from which the one that this Slurm job was
+    started for is taken; or a directory of checkpoints that no run keeps a record of (see `plain`). `root`
+    and `remote` default to what the last launch used, else `RUN_DIR/checkpoints` and none. Every byte is read
+    unless `quick`. If `run_dir` is none of these, a start would create the run there, unless something says
+    that the run existed before: then it is refused, unless `resume_from` is "fresh".
     """
     found = _which_run(Path(run_dir), environ)
     if found is None:
@@ -174,8 +174,9 @@ def resolve_resume(
     applied = origin_now(found, resume_from) if resume_from != "auto" else None
     if applied is not None and not applies_again(force=force, environ=environ):
         resolution = _Resolver(found, root, remote, quick, progress).resolve("auto", force=False)
-        told = f"resume_from = {resume_from!r} was applied by attempt {applied.attempt}, and is not again"
-        return msgspec.structs.replace(resolution, why=[*resolution.why, told])
+        applied_by = f"was applied by attempt {applied.attempt}, and is not applied again"
+        note = f"resume_from = {resume_from!r} {applied_by}"
+        return msgspec.structs.replace(resolution, why=[*resolution.why, note])
     return _Resolver(found, root, remote, quick, progress).resolve(resume_from, force=force)
 
 
@@ -186,9 +187,9 @@ def checkpoint_root(control: ControlDirectory) -> Path:
 
 
 def run_of_root(path: Path) -> ControlDirectory | None:
-    """The run whose own checkpoint root this is; None if it is nobody's whose directory lies above it.
+    """The run in the directory above, if this is its own checkpoint root; else None.
 
-    It knows which of its checkpoints are condemned, which nobody can see in the root.
+    The run knows which of its checkpoints are condemned, which the root itself does not show.
     """
     above = path.absolute().parent
     if not (above / "run.json").is_file():
@@ -203,16 +204,16 @@ def _which_run(path: Path, environ: Mapping[str, str]) -> ControlDirectory | Non
     below = sorted(entry.parent for entry in path.glob("*/run.json") if entry.is_file())
     if not below:
         return run_of_root(path)
-    runs = [ControlDirectory.open(one) for one in below]
+    runs = [ControlDirectory.open(directory) for directory in below]
     job = job_of(environ)
-    mine = [one for one in runs if job and any(launch.job == job for launch in newest_launches(one))]
+    mine = [run for run in runs if job and any(launch.job == job for launch in newest_launches(run))]
     if len(mine) == 1:
         return mine[0]
     if len(runs) == 1 and not mine:
         return runs[0]
-    what = f"job {job} started {len(mine)} of them" if job else "this is no Slurm job that could tell which"
+    what = f"job {job} started {len(mine)} of them" if job else "no Slurm job says which"
     raise UsageError(
-        f"{path} holds {len(runs)} runs ({', '.join(one.name for one in below[:5])}), and {what}. "
+        f"{path} holds {len(runs)} runs ({', '.join(found.name for found in below[:5])}), and {what}. "
         "Give the directory of one"
     )
 
@@ -237,7 +238,7 @@ class _Resolver:
         self._remote: Remote | None = None
         self._in_remote: set[CheckpointName] = set()
         self._removed: set[str] = set()
-        """Rungs that retention took away after the inventory was taken; none of them is a bad one."""
+        """Rungs that retention deleted after the inventory was taken; none of them counts as bad."""
 
     def resolve(self, resume_from: str, *, force: bool) -> Resolution:
         if force and resume_from == "auto":
@@ -313,12 +314,12 @@ class _Resolver:
             take_inventory, self._control, self._root, resume_from, force=force, avoid=avoid, pin=pin
         )
         ladder = take(copies={*local_manifest.names(self._control), *self._in_remote})
-        # What only nodes have does not stand against a fresh start once they have lost it.
+        # What only nodes had does not prevent a fresh start once they have lost it.
         fresh = ladder.may_start_fresh or (pin is None and take(copies=self._in_remote).may_start_fresh)
         return ladder, fresh
 
     def _with_evidence(self, ladder: Ladder) -> Ladder:
-        """The ladder with what speaks against those that are suspect or condemned."""
+        """The ladder with the evidence against those that are suspect or condemned."""
         rejected = []
         for option in ladder.rejected:
             name, why = parse_name(option.option), []
@@ -330,9 +331,9 @@ class _Resolver:
     def _walk(
         self, ladder: Ladder, recorded: Mapping[str, str]
     ) -> tuple[list[RungOutlook], list[str], Manifest | None]:
-        """Down the ladder as a resume goes, until a rung holds; then what is no rung at all.
+        """Down the ladder as a resume goes, until a rung holds; then what is not a rung at all.
 
-        With the bad ones in a row that storage may be to blame for, and the manifest of the one that holds.
+        Also the bad ones in a row that storage may be to blame for, and the manifest of the one that holds.
         """
         walk = walk_down(ladder.rungs, partial(self._judge, recorded=recorded))
         rows = [*walk.rows, *map(self._lower, walk.lower), *map(self._no_rung, ladder.rejected)]
@@ -363,7 +364,7 @@ class _Resolver:
             if not problems:
                 manifest, tier, where = found, "remote", f"{self._url.rstrip('/')}/{rung.name}"
                 note, reasons = (
-                    [f"its directory would not do ({reasons[0]}); the copy in the remote does"],
+                    [f"its directory cannot be used ({reasons[0]}); the copy in the remote can"],
                     [],
                 )
                 return self._used(rung, manifest, where, tier, note)
@@ -406,7 +407,7 @@ class _Resolver:
         return RungLook(row, manifest)
 
     def _finished(self, row: RungOutlook, recorded: Mapping[str, str]) -> RungOutlook:
-        """With what is the same for all of them, and safe to print."""
+        """Complete a row with what all rows have, and make it safe to print."""
         name = parse_name(row.name)
         return msgspec.structs.replace(
             row,
@@ -418,7 +419,7 @@ class _Resolver:
         )
 
     def _look(self, rung: Rung) -> tuple[Path, Manifest | None, list[str]]:
-        """Where a rung lies, its manifest, and what a resume would find wrong: cheaply, or all."""
+        """Where a rung lies, its manifest, and what a resume would find wrong; cheaply, if `quick`."""
         with reading(rung.under(self._root.path)):
             return self._look_in_peace(rung)
 
@@ -469,9 +470,9 @@ class _Resolver:
                 "they verify it when they are asked"
             ]
         read = "only names and sizes were looked at" if self._quick else "every digest matched"
-        told = [f"newest usable checkpoint{asked}; {read}", *first.reasons]
+        why = [f"newest usable checkpoint{asked}; {read}", *first.reasons]
         higher = rows[: rows.index(first)]
-        return told + [f"not {row.name}: {'; '.join(row.reasons)}" for row in higher]
+        return why + [f"not {row.name}: {'; '.join(row.reasons)}" for row in higher]
 
 
 def where_recorded(control: ControlDirectory, name: CheckpointName) -> str:
@@ -525,12 +526,12 @@ def _judge_plain(rung: Rung, *, quick: bool, progress: Progress | None) -> RungL
         return RungLook(_plain_row(path, BAD, judged), of_bytes=False)
     inspection, notes = inspect(path, quick=quick, progress=progress)
     if inspection.problems:
-        return RungLook(_plain_row(path, BAD, [str(one) for one in inspection.problems]))
+        return RungLook(_plain_row(path, BAD, [str(problem) for problem in inspection.problems]))
     return RungLook(_plain_row(path, USED, notes, inspection), inspection)
 
 
 def _recorded_beside(path: Path) -> list[str]:
-    """Why a checkpoint must not be used, by what some run has recorded beside it; empty if nothing was."""
+    """Why a checkpoint must not be used, as some run recorded beside it; empty if nothing is recorded."""
     name = parse_name(path.name)
     if name is None:
         return []
@@ -557,18 +558,18 @@ def _plain_row(
 
 
 def _why_plain(root: Path, used: RungOutlook | None, rows: list[RungOutlook]) -> list[str]:
-    told = f"no run keeps a record of {root}: lineage and standing are not known"
+    unknown = f"no run keeps a record of {root}: lineage and standing are not known"
     if used is None:
-        nothing = [] if rows else ["there is no checkpoint in it, and a run has begun there"]
+        nothing = [] if rows else ["there is no checkpoint in it, although a run has begun there"]
         return [
             "no checkpoint may be used",
-            told,
+            unknown,
             *nothing,
             *(f"{r.name}: {'; '.join(r.reasons)}" for r in rows),
         ]
     higher = rows[: rows.index(used)]
     return [
-        f"the highest step that holds; {told}",
+        f"the highest step that holds; {unknown}",
         *used.reasons,
         *(f"not {row.name}: {'; '.join(row.reasons)}" for row in higher),
     ]
@@ -577,4 +578,4 @@ def _why_plain(root: Path, used: RungOutlook | None, rows: list[RungOutlook]) ->
 def _run_beside(root: Path) -> list[str]:
     if not (root.parent / "run.json").is_file():
         return []
-    return [f"the run in {root.parent} may know more of them: give that directory"]
+    return [f"the run in {root.parent} may know more about them: give that directory"]

@@ -5,7 +5,7 @@ Guarantee: every rank ends with the same checkpoint, or every rank raises; nobod
 Rank 0 proposes a rung through the store. Every rank loads and verifies what it needs of it and answers. If
 all answers are good, rank 0 writes the attempt's head and then fixes the decision, which the others read; if
 one is bad, it proposes the next rung. There is no collective in this: a group that cannot form one can still
-decide, and a rank that dies is noticed by the deadline of whoever waits for it.
+decide, and a rank that dies is noticed when the deadline of the rank waiting for it passes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ log = logging.getLogger("holdfast.checkpoint")
 
 SOURCES = {"own": "on the nodes themselves", "peer": "from peers", "global": "from the checkpoint root"}
 PATIENCE = 60.0
-"""Seconds that storage has to take and give back a little."""
+"""Seconds that the storage has to store and give back a little data."""
 
 T = TypeVar("T")
 
@@ -104,14 +104,14 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     path: str = ""
     refusal: str = ""
     asks: Literal["", "holds", "verified"] = ""
-    """Places say what they hold of it, by their records or after reading it; nothing is loaded, and no
-    verdict follows."""
+    """If set, the places say what they hold of it, by their records or after reading it; nothing is loaded,
+    and no verdict follows."""
     assembly: str = ""
-    """Where it is written from which place each shard comes; empty: all of them lie under `path`."""
+    """Path of the list that says which place each shard comes from; empty: all lie under `path`."""
     fresh: list[str] = []
-    """Parts that begin anew, whatever it holds of them."""
+    """Parts that begin anew, whatever the checkpoint holds of them."""
     directory: str = ""
-    """With `assembly`: where the global tier has the checkpoint, if it has."""
+    """With `assembly`: where the global tier has the checkpoint, if it has it."""
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,9 +121,9 @@ class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Why the checkpoint does not fit the script; no other rung will do."""
     samples: int = 0
     tokens: int = 0
-    """This rank's share of those of the whole job."""
+    """This rank's share of the whole job's samples and tokens."""
     bad: list[str] = []
-    """Copies whose bytes were found wrong while others served."""
+    """Copies whose bytes were found wrong while other copies could be used."""
     used: dict[str, int] = {}
     """Bytes that were read, by source, where there was more than one: own, peer, global."""
     left_out: LeftOut = LeftOut()
@@ -138,11 +138,11 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     unfit: str = ""
     samples: int = 0
     tokens: int = 0
-    """Of all ranks together, as what they have loaded says."""
+    """Of all ranks together, according to what they loaded."""
 
 
 class ResumeDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixed once an attempt, durable before anyone trains."""
+    """Fixed once per attempt, durable before anyone trains."""
 
     chosen: str
     step: int
@@ -175,13 +175,13 @@ class Resumer:
         fresh_parts: Sequence[str] = (),
         began: str = "",
     ) -> None:
-        """`remote` opens, on rank 0, where a rung is fetched from whose local copy is missing or bad.
+        """`remote` opens, on rank 0, the store to fetch a rung from if its local copy is missing or bad.
 
         `avoid` names rungs that an ordinary resume of this attempt leaves out, by a decision of recovery.
         `local` knows what the places of the local tier hold, if there is one; `local_unseen`: there is one,
-        and this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
-        its position. `fresh_parts` begin anew where the run begins from what it was told to: a rung that is
-        named now, that lies elsewhere, or that is named `began`, from which it began before.
+        but this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
+        its position. `fresh_parts` begin anew if the run begins from a rung that it was told to begin from:
+        one that is named now, one that lies elsewhere, or the one named `began`, from which it began before.
         """
         self._control = control
         self._fence = fence
@@ -202,13 +202,13 @@ class Resumer:
         """On rank 0: what the local tier may hold, by its records."""
         self._numbers = itertools.count()
         self._bad_copies: list[str] = []
-        """On rank 0: copies of what is proposed whose bytes are wrong, whether or not others serve."""
+        """On rank 0: copies of what is proposed whose bytes are wrong, whether or not others can be used."""
         self._sources: list[str] = []
         """Where the shards of what is proposed come from, in words."""
         self.taken: Proposal | None = None
         """What was loaded in the end, and from where."""
         self.counted = (0, 0)
-        """Samples and tokens of all ranks together, as what they have loaded says."""
+        """Samples and tokens of all ranks together, according to what they loaded."""
         self._pin: Pin | None = None
         """What an operator pinned, as rank 0 found it at the start of the search."""
         self._decisions = Decisions(control, fence, attempt, group.store)
@@ -273,7 +273,7 @@ class Resumer:
         raise NoValidRungError(refusal)
 
     def _look_at(self, rung: Rung, resume_from: str) -> RungLook[tuple[int, Rung, LoadedState]]:
-        """Have all ranks load it: the number of the proposal that they could, and this rank's state."""
+        """Have all ranks load it. If they could: the number of the proposal, and this rank's state."""
         problems: list[str] = []
         self._bad_copies = []
         while True:
@@ -312,7 +312,7 @@ class Resumer:
         return self._fresh_parts if named or rung.path or rung.name == self._began else []
 
     def _offer(self, rung: Rung) -> tuple[Proposal | None, list[str]]:
-        """How a rung can be loaded; None if it cannot. And what was found wrong with copies of it."""
+        """How a rung can be loaded (None if it cannot), and what was found wrong with copies of it."""
         self._sources = []
         path, inspection = look_at(rung, self._root, self._control.run_id)
         problems = [str(problem) for problem in inspection.problems]
@@ -322,7 +322,7 @@ class Resumer:
             return (None, problems) if problems else (whole, [])
         home = self._local.home(name, rung.manifest, path)
         if home is None:
-            problems.append("unreadable-manifest: the local tier's manifest is gone or another's")
+            problems.append("unreadable-manifest: the local tier's manifest is gone or not the expected one")
             return (None, problems) if inspection.problems else (whole, problems)
         in_global = not inspection.problems
         number, assembly, bad = self._ask_places(rung, home, "holds", in_global=in_global)
@@ -337,14 +337,14 @@ class Resumer:
     def _ask_places(
         self, rung: Rung, home: Path, what: Literal["holds", "verified"], *, in_global: bool
     ) -> tuple[int, Assembly, list[str]]:
-        """What the places hold of a rung, and what of it they found bad; with the question's number."""
+        """The question's number, what the places hold of a rung, and what they found bad in it."""
         assert self._local is not None
         number = self._propose(Proposal(rung=rung, path=str(home), asks=what))
         self._answer_as_place(number, rung, home, what)
         return number, *self._local.gather(number, manifests.read(home)[0], in_global=in_global)
 
     def _find_bad_copies(self, offer: Proposal) -> list[str]:
-        """Some rank has found no right bytes. Whose are wrong is found by who holds them, for all resumes."""
+        """Some rank found no right bytes. Those who hold copies find out which are wrong, for all resumes."""
         if not offer.assembly or offer.rung is None:
             return []
         return self._ask_places(offer.rung, Path(offer.path), "verified", in_global=False)[2]
@@ -382,7 +382,7 @@ class Resumer:
             ) from error
 
     def _refuse_url(self, url: str) -> Ladder | None:
-        """The empty ladder of a remote copy that was condemned; found out before its bytes are fetched."""
+        """The empty ladder of a remote copy that was condemned; learned before its bytes are fetched."""
         path = self._fetcher.standing_of(url)
         name = parse_name(path.name)
         assert name is not None
@@ -391,7 +391,7 @@ class Resumer:
         )
 
     def _note_root(self) -> None:
-        """From now on whoever judges a checkpoint finds its root; what was judged before is made up for."""
+        """From now on all who judge a checkpoint find its root; earlier judgements are published now."""
         note_root(self._control, self._root.path, self._fetcher.url)
         book = StandingBook(self._control, self._root.path)
         for problem in book.publish_all(self._fence, map(str, self._root.names())):
@@ -428,18 +428,18 @@ class Resumer:
                 misfit([f"{name}: in the checkpoint, but not tracked {where}".rstrip() for name in nobody])
             )
         if used:
-            told = [f"{size(used[one])} {where}" for one, where in SOURCES.items() if used[one]]
-            self._sources.append(f"read {', '.join(told)}")
-        wrong = {one.split()[1].rstrip(":") for one in found_by if one.startswith(f"{Reason.ALTERED} ")}
-        told = [  # a copy that one rank found altered is gone for the next one, which says no more than that
+            read = [f"{size(used[source])} {where}" for source, where in SOURCES.items() if used[source]]
+            self._sources.append(f"read {', '.join(read)}")
+        wrong = {text.split()[1].rstrip(":") for text in found_by if text.startswith(f"{Reason.ALTERED} ")}
+        problems = [  # a copy that one rank found altered is gone for the next one, which reports only that
             f"{problem} (found by {_ranks(ranks)})"
             for problem, ranks in found_by.items()
             if not any(problem.startswith(f"{Reason.MISSING} {path}:") for path in wrong)
         ]
-        return told, unfit
+        return problems, unfit
 
     def _note_bad(self, found: list[str]) -> None:
-        """Each copy once: two ranks that read different parts of one name different bytes of it."""
+        """Note each copy once: two ranks that read different parts of it report different bytes."""
         known = {text.partition(": bytes ")[0] for text in self._bad_copies}
         self._bad_copies += [text for text in found if text.partition(": bytes ")[0] not in known]
 
@@ -485,7 +485,7 @@ class Resumer:
         for record in read_timeline(self._control).abandoned:
             name = str(CheckpointName(record.step, record.id))
             if book.of(name) in (Standing.COMMITTED, Standing.VERIFIED, Standing.PROVEN):
-                why = f"attempt {self._attempt} went on from {source}, on another way"
+                why = f"attempt {self._attempt} went on from {source} instead"
                 book.append(self._fence, name, Standing.ABANDONED, [why])
 
     def _evidence(self, rung: Rung | None, resume_from: str) -> list[str]:
@@ -501,22 +501,22 @@ class Resumer:
         return [found, *self._sources]
 
     def _refusal(self, ladder: Ladder, rejected: list[RejectedOption], resume_from: str) -> str:
-        told = "\n".join(f"  {option.option}: {'; '.join(option.why)}" for option in rejected)
+        reasons = "\n".join(f"  {option.option}: {'; '.join(option.why)}" for option in rejected)
         if self._pin is not None:
             what = f"the pinned checkpoint {self._pin.checkpoint} may not be used"
             return (
-                f"{what} (pinned by {self._pin.request.describe()}), under {self._root.path}\n{told}\n"
-                f"Pin another one, or take the pin back with `holdfast control unpin {self._control.path}`"
+                f"{what} (pinned by {self._pin.request.describe()}), under {self._root.path}\n{reasons}\n"
+                f"Pin another one, or remove the pin with `holdfast control unpin {self._control.path}`"
             )
         what = f"no checkpoint may be used (resume_from = {resume_from!r}, {len(ladder.rungs)} were tried)"
         return (
-            f"{what} under {self._root.path}\n{told or '  none was found'}\n"
+            f"{what} under {self._root.path}\n{reasons or '  none was found'}\n"
             "Look with `holdfast ckpt ls`; name one with checkpoint.resume_from, or start over with "
             "resume_from = 'fresh', which leaves these where they are"
         )
 
     def _propose(self, proposal: Proposal) -> int:
-        """Put a proposal to the others; its number."""
+        """Put a proposal to the others; returns its number."""
         number = next(self._numbers)
         self._group.store.set(f"resume/{number}/proposal", msgspec.json.encode(proposal).decode())
         return number
@@ -556,7 +556,7 @@ class Resumer:
         return msgspec.json.decode(read_key(self._group.store, key, timeout, what), type=kind)
 
     def _answer_as_place(self, number: int, rung: Rung, home: Path, what: str) -> None:
-        assert self._local is not None  # it is the same for all ranks
+        assert self._local is not None  # all ranks have it, or none has
         name = CheckpointName(rung.step, rung.id)
         self._local.answer(number, name, rung.manifest, home, thorough=what == "verified")
 
@@ -621,33 +621,34 @@ def blame_storage(journal: JournalWriter, bad: list[str], directory: Path) -> st
     """Why no other rung may be tried after these `bad` ones in a row; empty if one may.
 
     Two in a row that cannot be used, whatever is wrong with them (wrong bytes, missing shards, nothing to
-    read), are a sign that not they are bad but what they lie on. So something is written there, made durable,
-    moved, read back from the disk and not from memory, and compared, before more is believed.
+    read), suggest that the fault lies not in them but in the storage. So, before anything more is believed,
+    something is written there, made durable, moved, read back from the disk and not from memory, and
+    compared.
     """
     if len(bad) != ALARM:
         return ""
     trying = Bounded(lambda: try_storage(directory, PROBE_SIZE).problem, "probe")
     found = trying.result() if trying.ended(PATIENCE) else f"{directory} did not answer within {PATIENCE:g} s"
     journal.write(StorageAlarm(checkpoints=bad, place=str(directory), probe=found))
-    told = f"{' and '.join(bad)}, one after the other, cannot be used, so {directory} was tried"
+    alarm = f"{' and '.join(bad)}, one after the other, cannot be used, so {directory} was tried"
     if not found:
-        log.warning("holdfast: storage alarm: %s; it works, and the next older checkpoint is tried", told)
+        log.warning("holdfast: storage alarm: %s; it works, and the next older checkpoint is tried", alarm)
         return ""
     return (
-        f"storage alarm: {told}: {found}. Nothing more that lies there is believed, and nothing was "
+        f"storage alarm: {alarm}: {found}. Nothing else stored there is trusted, and nothing was "
         "changed. Repair the storage, or set checkpoint.root to another copy, then start again"
     )
 
 
-# What a resume asks of the remote: which rungs it could fetch, and to fetch one.
+# What a resume asks of the remote: to say which rungs it could fetch, and to fetch one.
 #
-# Guarantee: all that is fetched during one resume takes at most `timeout` seconds together, so that the other
+# Guarantee: all that is fetched during one resume takes at most `timeout` seconds in total, so that the other
 # ranks, which wait for the next proposal longer than that, are not left behind. A rung is fetched at most
 # once.
 
 
 def open_at_start(url: str, *, retry_seconds: float, insist: bool, journal: JournalWriter) -> Remote:
-    """The remote of a run that starts, seen to work: an error names checkpoint.remote_root and what to do.
+    """The remote of a starting run, seen to work: an error names checkpoint.remote_root and what to do.
 
     Without `insist` (a restart of a run that already trains) a store that does not answer is only a warning:
     the local checkpoints may do, and copying begins when it answers again. What no wait can cure is always an
@@ -697,7 +698,7 @@ class Fetcher:
             self._left -= time.monotonic() - started
 
     def names(self) -> set[CheckpointName]:
-        """Checkpoints that have a copy; none, with a warning, if the remote does not tell."""
+        """Checkpoints that have a copy; none, with a warning, if the remote does not answer."""
         if self._remote is not None:
             started = time.monotonic()
             try:
@@ -714,7 +715,7 @@ class Fetcher:
         if self._remote is None or name is None or name not in self._names or not on_line:
             return []
         if rung.name in self._tried:
-            return ["its remote copy was fetched, and did not do either"]
+            return ["its remote copy was fetched, and could not be used either"]
         self._tried.add(rung.name)
         started = time.monotonic()
         try:
@@ -748,11 +749,11 @@ class Fetcher:
 
     @property
     def url(self) -> str:
-        """Of the remote; empty if there is none, or it was not opened yet."""
+        """The remote's address; empty if there is none, or it was not opened yet."""
         return self._remote.url if self._remote is not None else ""
 
     def standing_of(self, url: str) -> Path:
-        """Learn what was judged of the checkpoint that a URL names; where it would come to."""
+        """Learn how the checkpoint that a URL names was judged; returns where it would be stored."""
         started = time.monotonic()
         try:
             return pull_standing_of(url, self._root, timeout=self._left, retry_seconds=self._retry_seconds)

@@ -1,7 +1,7 @@
 """The per-rank parts of a checkpoint, shared out to another number of ranks by stated rules. Pure.
 
 Tensors of models and optimizers reshard by themselves: DCP stores them under global names and offsets. For
-what each rank stored of its own:
+what each rank stored for itself:
 
 * tracked objects (schedules, scalers, hyper-parameters) must be the same on all ranks that tracked them;
   every rank of the new world that tracks one gets that state. One that differs is refused.
@@ -13,7 +13,7 @@ what each rank stored of its own:
   `track(layout=…)` says, and of the buffers that DDP hands from rank 0 to all.
 * the data position must be a global one (see train/data/loaders.py), the same on all ranks: refused
   otherwise, because samples would be repeated or left out silently.
-* gradients that lie there must be the same on all ranks, or sharded ones: refused otherwise.
+* saved gradients must be the same on all ranks, or sharded: refused otherwise.
 * samples and tokens are counted per rank; the ranks of the new world share out their totals.
 """
 

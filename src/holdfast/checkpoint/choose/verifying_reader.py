@@ -2,15 +2,15 @@
 
 Guarantee: nothing is unpickled, and no tensor is touched, before the bytes it comes from have matched the
 digest taken when they were written. Each item is read once into memory, digested there, and used from that
-same memory, so what was verified is what is loaded; a large one that lies in this node's memory already is
-digested and used there, under the lease that keeps it as it is. While one item is used, a helper thread reads
-and digests the next. Then each tensor is looked at where it came to lie: its fingerprint there must be the
-one taken when it was saved (or, of a tensor that is put together from parts, that of each part as it was
+same memory, so what was verified is what is loaded; a large one that is already in this node's memory is
+digested and used there, under the lease that keeps it unchanged. While one item is used, a helper thread
+reads and digests the next. Then each tensor is checked where it ended up: its fingerprint there must be the
+one taken when it was saved (or, for a tensor that is put together from parts, that of each part as it was
 read).
 
 Small items that lie side by side are read together, and each is digested by itself. A tensor that is stored
 whole goes straight to where it is wanted (`expect`); DCP plans only what is put together from parts. An
-archive is opened once for all that differ from it in nothing but the tensor's own bytes.
+archive is opened once for all those that differ from it only in the tensor's own bytes.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from holdfast.checkpoint.format import fingerprint as fingerprints
 from holdfast.errors import CheckpointError
 
 IN_PLACE = 64 * 1024
-"""Items at least this large are read one by one; smaller ones together, as far as they lie side by side."""
+"""Items at least this large are read one by one; smaller ones together, where they lie side by side."""
 TOGETHER = READ_SLICE
 """Bytes of small items that are read at a time."""
 AHEAD = 256 * 1024 * 1024
-"""Items up to this size are read while the one before is used; of larger ones only one is held in memory."""
+"""Items up to this size are read while the previous one is used; memory holds only one larger item."""
 Place = tuple[int, int]
 """Where an item lies in its file: (offset, length)."""
 Form = tuple[torch.dtype, tuple[int, ...], int]
-"""What archives have in common that differ in their tensor's bytes alone: dtype, shape, length."""
+"""What archives that differ only in their tensor's bytes have in common: dtype, shape, length."""
 
 
 class Whole(NamedTuple):
-    """A tensor that one stored item is the whole of, and where it is wanted."""
+    """A tensor that is stored whole in one item, and where it is wanted."""
 
     name: str
     place: Place
@@ -72,7 +72,7 @@ class Whole(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """All archives of a form, but for the tensor's bytes."""
+    """What all archives of a form have around the tensor's bytes."""
 
     before: np.ndarray[tuple[int], np.dtype[np.uint8]]
     raw: int
@@ -83,7 +83,7 @@ class VerifyingReader(FileSystemReader):
     """Reads a checkpoint directory under its manifest."""
 
     def __init__(self, directory: Path, manifest: Manifest, shards: OpenShard | None = None) -> None:
-        """`shards` opens a shard where it does not lie in the directory itself."""
+        """`shards` opens shards that do not lie in the directory itself."""
         super().__init__(directory)
         self._directory = directory
         self._files = {entry.path: entry for entry in manifest.files}
@@ -101,7 +101,7 @@ class VerifyingReader(FileSystemReader):
         self._frames: dict[Form, _Frame | None] = {}
         self._buffers = [bytearray(), bytearray()]
         self._on_devices: list[tuple[str, torch.Tensor, str]] = []
-        """Loaded tensors whose fingerprint is still to be asked for: (name, tensor, expected)."""
+        """Loaded tensors whose fingerprint is still to be checked: (name, tensor, expected)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         del args, kwargs
@@ -118,7 +118,7 @@ class VerifyingReader(FileSystemReader):
         return self._metadata
 
     def expect(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The next `read_data` also fills these, as far as each is stored whole; those that are not.
+        """Let the next `read_data` also fill those of these that are stored whole; returns the others.
 
         The names, shapes and dtypes are known to fit what is stored (`check_strict`).
         """
@@ -149,14 +149,14 @@ class VerifyingReader(FileSystemReader):
         return rest
 
     def _storage(self) -> dict[str, StorageInfo]:
-        """Where the items lie, by name; of a tensor in several parts, where one of them does."""
+        """Where the items lie, by name; for a tensor in several parts, where one of them lies."""
         metadata = self.read_metadata()
         if self._places is None:
             self._places = {index.fqn: info for index, info in (metadata.storage_data or {}).items()}
         return self._places
 
     def read_expected(self) -> None:
-        """What `expect` took on, where there is nothing else to read."""
+        """Read what `expect` took on, when there is nothing else to read."""
         self._read_all({}, None)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -170,7 +170,7 @@ class VerifyingReader(FileSystemReader):
         return future
 
     def _read_all(self, parts: dict[str, dict[Place, list[ReadItem]]], planner: LoadPlanner | None) -> None:
-        """What is expected and what DCP has planned, in one pass over each file."""
+        """Read what is expected and what DCP has planned, in one pass over each file."""
         wholes, self._wholes = self._wholes, {}
         for path in dict.fromkeys([*wholes, *parts]):
             whole, part = wholes.get(path, {}), parts.get(path, {})
@@ -196,7 +196,7 @@ class VerifyingReader(FileSystemReader):
         return sorted(path for path in self._files if path != METADATA)
 
     def _verified(self, path: str, places: Sequence[Place]) -> Iterator[tuple[list[Place], memoryview]]:
-        """Verified bytes of places that lie side by side, all of them in the end; valid until the next ones.
+        """Verified bytes, for a run of adjacent places at a time, until all are read; valid until the next.
 
         `places` are in the order in which they lie in the file.
         """
@@ -242,7 +242,7 @@ class VerifyingReader(FileSystemReader):
                     self._buffers[slot] = bytearray(length)
                 view = memoryview(self._buffers[slot])[:length]
                 good, why = _read(shard, path, view[run[done][0] - run[0][0] :], chunks[done:])
-                done += good  # another source has to give only what this one has not
+                done += good  # another source has to supply only the rest
             if not why:
                 self._read.setdefault(path, set()).update(chunk.offset for chunk in chunks)
                 return view
@@ -250,13 +250,13 @@ class VerifyingReader(FileSystemReader):
                 raise CheckpointError(why)
 
     def _fill(self, path: str, data: memoryview, base: int, wholes: Sequence[Whole]) -> None:
-        """Put verified items, which `data` holds from offset `base` of the file on, where they are wanted."""
+        """Put verified items where they are wanted; `data` begins at offset `base` of the file."""
         if len(wholes) == 1 and wholes[0].place[1] >= IN_PLACE:
             (whole,) = wholes
             expected = self._chunks[path][whole.place].fingerprint
             self._put(whole.name, self._tensor(data, whole.form), whole.target, expected)
             return
-        # Those of one form in a row, without a gap: the difference then stays the same.
+        # Group those of one form in a row without a gap: for them the difference stays the same.
         key = lambda pair: (pair[1].form, pair[1].place[0] - pair[0] * pair[1].place[1])  # noqa: E731
         for _, found in itertools.groupby(enumerate(wholes), key=key):
             alike = [whole for _, whole in found]
@@ -284,7 +284,7 @@ class VerifyingReader(FileSystemReader):
                 self._check_live(whole.name, source, whole.target, print_)
 
     def _tensors(self, data: memoryview, form: Form, count: int) -> list[torch.Tensor] | None:
-        """So many archives of a form, one after the other, as tensors, without copying; None: open each."""
+        """`count` archives of a form, in a row, as tensors, without copying; None: each must be opened."""
         dtype, sizes, length = form
         rows = np.frombuffer(data, np.uint8).reshape(count, length)
         if form not in self._frames:
@@ -322,7 +322,7 @@ class VerifyingReader(FileSystemReader):
             planner.commit_tensor(item, target)
 
     def _put(self, name: str, source: torch.Tensor, target: torch.Tensor, expected: str) -> None:
-        """Copy one tensor, and look at it where it then lies."""
+        """Copy one tensor, and check it where it then lies."""
         if expected.startswith("x:") and _same_bytes(target, source):
             _require_same(name, expected, _copy_and_look(target, source))
         else:
@@ -331,7 +331,7 @@ class VerifyingReader(FileSystemReader):
                 self._check_live(name, source, target, expected)
 
     def _check_live(self, name: str, source: torch.Tensor, target: torch.Tensor, expected: str) -> None:
-        """Whether the live tensor is what it must be; on a device it is asked later, for all at once."""
+        """Check that the live tensor is what it must be; on a device, later, for all tensors at once."""
         if target.is_cpu:
             expected = expected or fingerprints.of_live(plain(source), "x")
             found = fingerprints.of_live(plain(target), fingerprints.kind_of(expected))
@@ -348,7 +348,7 @@ class VerifyingReader(FileSystemReader):
             _require_same(name, expected, now)
 
     def _tensor(self, data: memoryview, form: Form) -> torch.Tensor:
-        """One archive's tensor, where it lies if it can be seen there."""
+        """One archive's tensor, used in place if possible."""
         if data.nbytes < IN_PLACE:
             found = self._tensors(data, form, 1)
             return found[0] if found is not None else _loaded(data)
@@ -395,7 +395,7 @@ def _loaded(data: memoryview) -> torch.Tensor:
 
 
 def _frame_of(data: memoryview, form: Form) -> _Frame | None:
-    """What surrounds the tensor's bytes in this archive, if torch itself finds the tensor in just those."""
+    """What surrounds the tensor's bytes in this archive, if torch itself finds the tensor exactly there."""
     dtype, sizes, _ = form
     record, tensor = _only_data_record(data), _loaded(data)
     if record is None or record[1] != tensor.nbytes or not tensor.nbytes or not tensor.is_contiguous():
@@ -410,7 +410,7 @@ def _frame_of(data: memoryview, form: Form) -> _Frame | None:
 
 
 def _read(shard: ShardSource, path: str, view: memoryview, chunks: Sequence[Chunk]) -> tuple[int, str]:
-    """Read chunks that lie side by side; how many of them are right, and why the next must not be used."""
+    """Read adjacent chunks; returns how many of them are right, and why the next must not be used."""
     base = chunks[0].offset
     until = base + view.nbytes
     digest = xxhash.xxh3_128()
@@ -444,7 +444,7 @@ def _unlike(path: str, chunk: Chunk, found: str) -> str:
 
 
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether copying one to the other is copying bytes on the host, in their order."""
+    """Whether copying one to the other means copying bytes on the host, in their order."""
     plainly = target.is_cpu and target.is_contiguous() and source.is_contiguous()
     return plainly and target.dtype == source.dtype and not target.is_neg() and not target.is_conj()
 

@@ -2,7 +2,7 @@
 
 For places, slots and room for them, peer servers and the wire between them, assembling and cleaning.
 Promises: a copy counts by the digests taken at the source; a lost node's shards come from a peer.
-Never: give up a copy that is the only one; remove what another run may need.
+Never: give up the only copy; remove what another run may need.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which rank is at which place, and shards from the nearest copy that can be believed.
+"""Which rank is at which place, and shards from the nearest copy that can be trusted.
 
-Guarantee: what a reader is given comes from one of the sources that say that they hold the shard; which one
-makes no difference, because the reader compares every chunk with the manifest's digest. A source whose bytes
-are wrong is left for the next one, and not asked for that shard again. A peer that does not answer in time
+Guarantee: what a reader is given comes from one of the sources that say they hold the shard; which one makes
+no difference, because the reader compares every chunk with the manifest's digest. A source whose bytes are
+wrong is left for the next one, and is not asked for that shard again. A peer that does not answer in time
 costs that time once: it is asked for nothing more in this load. A bad copy on this node is quarantined; one
-that is gone is not, because there is nothing to keep from anybody. One bad copy costs nothing but itself.
+that is gone is not, because nothing is left for anybody to read. One bad copy costs nothing but itself.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from holdfast.record import ControlDirectory
 
 # Which rank is at which place, and how each place's peer server is reached.
 #
-# All ranks of an attempt agree on one map, made by rank 0 from what every rank says of itself. It is small: a
-# place is told once, however many ranks it has.
+# All ranks of an attempt agree on one map, made by rank 0 from what every rank says about itself. It is
+# small: a place is listed once, however many ranks it has.
 
 
 class ServingRank(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself."""
+    """What a rank says about itself."""
 
     place: str = ""
     node: str = ""
     host: str = ""
     port: int = 0
-    """Of the peer server that this rank has started; 0 if it has not."""
+    """Of the peer server that this rank has started; 0 if it has started none."""
     problem: str = ""
     """Why this rank cannot use its local directory."""
 
@@ -71,7 +71,7 @@ class PlaceMap(msgspec.Struct, frozen=True):
         return self.of(rank).leader == rank
 
     def by_rank(self) -> list[str]:
-        """The place of each rank, as `policy.replication` wants it; empty for one that has none."""
+        """The place of each rank, as `rules.replicate` wants it; empty for one that has none."""
         return [self.places[at].place for at in self.ranks]
 
     def usable(self) -> list[PlaceInfo]:
@@ -85,7 +85,7 @@ class PlaceMap(msgspec.Struct, frozen=True):
         return {info.place: info.node for info in self.usable()}
 
     def where(self, targets: Sequence[Sequence[str]]) -> Where:
-        """What is kept with each local checkpoint, for people to see where its copies are."""
+        """What is kept with each local checkpoint, so that people can see where its copies are."""
         return Where(
             ranks=[
                 RankPlace(self.of(rank).place, self.of(rank).node, list(given))
@@ -115,13 +115,13 @@ def make_map(hellos: Sequence[ServingRank]) -> PlaceMap:
 log = logging.getLogger("holdfast.checkpoint")
 
 FROM_PEER = 16 * 1024 * 1024
-"""Bytes that are asked of a peer at a time."""
+"""Bytes that a peer is asked for at a time."""
 _POPULATE_READ = 22
-"""MADV_POPULATE_READ (Linux 5.14): one call maps many pages, which would else be a fault for every few."""
+"""MADV_POPULATE_READ (Linux 5.14): one call maps many pages, where otherwise every few would take a fault."""
 
 
 class _GoneCopyError(CheckpointError):
-    """The source holds no such copy any more, which says nothing against what else it holds."""
+    """The source no longer holds such a copy, which says nothing against whatever else it holds."""
 
 
 class _NoAnswerError(CheckpointError):
@@ -129,7 +129,7 @@ class _NoAnswerError(CheckpointError):
 
 
 class AssembledShards:
-    """One rank's way to the shards of one checkpoint. `open` is what a VerifyingReader takes."""
+    """One rank's access to the shards of one checkpoint. `open` is what a VerifyingReader takes."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class AssembledShards:
         journal: JournalWriter,
         timeout: float,
     ) -> None:
-        """`directory` is where the global tier has the checkpoint, if it has. No tier: nothing lies here."""
+        """`directory`: where the global tier has the checkpoint, if it has it. No tier: nothing lies here."""
         self.checkpoint = checkpoint
         self.used: Counter[str] = Counter()
         """Bytes read, by source: own, peer, global."""
         self.bad: list[str] = []
-        """Sources whose bytes were wrong: another one served in their place."""
+        """Sources whose bytes were wrong, and what was read instead."""
         self._assembly = assembly
         self._places = places
         self._rank = rank
@@ -170,7 +170,7 @@ class AssembledShards:
         self._silent: set[str] = set()
         """Peers that did not answer."""
         self._given_up: set[tuple[str, str]] = set()
-        """Sources that were no good, with the file for which they were not."""
+        """Sources that could not be used, each with the file for which it could not."""
 
     @contextlib.contextmanager
     def open(self, entry: FileEntry) -> Iterator[ShardSource]:
@@ -178,7 +178,7 @@ class AssembledShards:
             yield _AssembledShard(self, entry, stack)
 
     def rest(self, saved_world: int) -> list[str]:
-        """Files of which this rank has to verify what it did not load; of all ranks together, all files."""
+        """Files in which this rank has to verify what it did not load; the ranks together cover all files."""
         places = self._places.by_rank()
         return share(self._assembly, places, self._rank, saver=saver_of, saved_world=saved_world)
 
@@ -224,7 +224,7 @@ class AssembledShards:
         failure: type[CheckpointError] | None,
         instead: str = "",
     ) -> None:
-        """A source was no good, and why; `failure` is what reading raised, None where the bytes are wrong;
+        """A source could not be used, and why; `failure` is what reading raised, None if the bytes are wrong;
         `instead`: the next source, if there is one."""
         self._given_up.add((place, entry.path))
         gone = failure is not None and issubclass(failure, _GoneCopyError)
@@ -274,7 +274,7 @@ class _AssembledShard:
         self._left = shards.order(entry.path)
         self._current: ShardSource | None = None
         self._failure: type[CheckpointError] | None = None
-        """What reading from the present source raised."""
+        """What reading from the current source raised."""
 
     @property
     def at_once(self) -> int:
@@ -318,7 +318,7 @@ class _AssembledShard:
 
 
 class _OwnShard:
-    """A shard inside an image of this place, which stays as it is while its lease is held.
+    """A shard inside an image of this place, which stays unchanged while its lease is held.
 
     In memory it is used where it lies. On a disk it is read: a mapping would turn a bad sector into a signal
     that ends the process.
@@ -331,7 +331,7 @@ class _OwnShard:
         self._file = file
         self._whole: memoryview | None = None
         if in_memory and file.size and os.fstat(descriptor).st_size >= file.start + file.size:
-            # Private, so that nothing can come into the image through it; writable, because torch asks that.
+            # Private, so that nothing can get into the image through it; writable, because torch requires it.
             how = mmap.MAP_PRIVATE
             skipped = file.start % mmap.ALLOCATIONGRANULARITY
             length, start = skipped + file.size, file.start - skipped

@@ -56,16 +56,16 @@ from holdfast.record import (
 # Guarantee: `verify_copy` finds nothing wrong only if every shard of the record is listed in the manifest
 # with that size and digest, no shard of its rank is left out, and the image's bytes, read now, have those
 # digests. The copy is leased for as long as it is read, so what is judged is one copy and not two halves of
-# it. The record is believed in nothing: it only says where to look.
+# it. Nothing that the record says is believed: it only tells where to look.
 #
-# `look_at_copy` reads none of the bytes: it finds nothing wrong if all but they is as it must be.
+# `look_at_copy` reads none of the bytes: it finds nothing wrong if everything else is as it must be.
 #
 # A copy that is gone when it is looked at is `missing`: there is nothing to quarantine. Every other problem
 # means that the copy is bad.
 
 
 READ_SIZE = 512 * 1024
-"""Read at a time by one thread: it is still in the processor's cache when it is digested."""
+"""Bytes read at a time by one thread: they are still in the processor's cache when they are digested."""
 
 
 def verify_copy(
@@ -77,14 +77,14 @@ def verify_copy(
     threads: int = 4,
     progress: Progress | None = None,
 ) -> list[Problem]:
-    """Every problem of one copy, by shard; none means that its bytes are known.
+    """Every problem of one copy, by shard; none means that its bytes are known to be right.
 
-    `digest` is the manifest's own, where the record should name the same. `progress` is called by one thread
+    `digest` is the manifest's own, if the record should name the same one. `progress` is called by one thread
     at a time. Reads with a thread for each shard, at most `threads`.
     """
     problems = _disagreements(record, manifest, digest)
     if problems:
-        return problems  # read by a wrong list, the bytes would prove nothing
+        return problems  # compared with the wrong list, the bytes would prove nothing
     with tier.lease(record) as descriptor:
         length = _length(tier, record, descriptor)
         if isinstance(length, Problem):
@@ -111,7 +111,7 @@ def look_at_copy(tier: LocalTier, record: CopyRecord, manifest: Manifest, *, dig
 
 
 def _length(tier: LocalTier, record: CopyRecord, descriptor: int | None) -> int | Problem:
-    """How long the image of a copy is; or that it is gone, or no file."""
+    """How long the image of a copy is; or the problem that it is gone, or is not a file."""
     if descriptor is None:
         return _why_gone(tier, record)
     info = os.fstat(descriptor)
@@ -175,7 +175,7 @@ def _why_gone(tier: LocalTier, record: CopyRecord) -> Problem:
         return Problem(Reason.NOT_A_FILE, path, "expected a regular file")
     if not os.access(tier.image(record), os.R_OK):
         return Problem(Reason.UNREADABLE, path, "it cannot be opened: check its permissions")
-    return Problem(Reason.MISSING, path, "it is being taken back just now")
+    return Problem(Reason.MISSING, path, "it is being taken back right now")
 
 
 class _Check:
@@ -219,16 +219,16 @@ class _Check:
 
 # What the places of an attempt really hold, found out at a resume.
 #
-# Guarantee: a place is a source of a shard only if its record fits the manifest and its image is there, whole
-# in size; nothing is believed of the bytes. They are read once, by who loads them, and each chunk is compared
-# with its digest before it is used, from this source or the next one. File names say only what is worth
-# looking at.
+# Guarantee: a place is a source of a shard only if its record fits the manifest and its image is there, at
+# full size; its bytes are not trusted. They are read once, by the rank that loads them, and each chunk is
+# compared with its digest before it is used, from this source or the next one. File names say only what is
+# worth looking at.
 #
 # Each place's leader says which checkpoints it has records of (`report`). For a rung that rank 0 proposes,
 # each leader answers with what it holds of it (`answer`), and rank 0 puts the answers together (`gather`). If
 # then some rank finds no right bytes of a file anywhere, every leader is asked once more, and reads all that
-# it holds of that rung (`thorough`), so that what is bad is known to be, and stays out of every later resume.
-# What is found bad is quarantined at once; a copy that is given up meanwhile is not bad, only gone.
+# it holds of that rung (`thorough`), so that what is bad is known to be bad, and stays out of every later
+# resume. What is found bad is quarantined at once; a copy that is given up meanwhile is not bad, only gone.
 
 
 MAX_ASSEMBLY_BYTES = 256 * 1024 * 1024
@@ -245,7 +245,7 @@ class _Sound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalInventory:
-    """One rank's part in it, for one attempt."""
+    """One rank's part in this, for one attempt."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class LocalInventory:
         timeout: float,
         peer_timeout: float,
     ) -> None:
-        """`timeout` is what verifying may take, `peer_timeout` what one read from a peer may.
+        """`timeout` is how long verifying may take, `peer_timeout` how long one read from a peer may.
 
         Without a tier this node holds nothing, and reads what others hold.
         """
@@ -277,7 +277,7 @@ class LocalInventory:
         self._leads = tier is not None and places.leads(rank)
 
     def report(self) -> None:
-        """Every place's leader, before anything is proposed."""
+        """Every place's leader says what it has records of, before anything is proposed."""
         if self._leads and self._tier is not None:
             held = sorted({record.checkpoint for record in self._tier.records()})
             self._store.set(f"copies/claims/{self._rank}", msgspec.json.encode(held).decode())
@@ -330,11 +330,11 @@ class LocalInventory:
             if not problems:
                 sound.files.extend(file.path for file in record.files)
                 continue
-            told = [str(problem) for problem in problems]
+            found = [str(problem) for problem in problems]
             if any(problem.reason is not Reason.MISSING for problem in problems):
-                self._quarantine(tier, record, told)
+                self._quarantine(tier, record, found)
             sound.bad.append(
-                f"{record.kind} copy of rank {record.rank}'s part on {self._node}: {'; '.join(told)}"
+                f"{record.kind} copy of rank {record.rank}'s part on {self._node}: {'; '.join(found)}"
             )
         return sound
 
@@ -374,13 +374,13 @@ class LocalInventory:
         return describe_assembly(assembly, nodes, saved_at)
 
     def publish(self, number: int, assembly: Assembly) -> str:
-        """On rank 0: leave it where every rank can read it; too large for the store where there are many."""
+        """On rank 0: write it where every rank can read it; for many ranks it is too large for the store."""
         path = self._control.attempt(self._attempt) / f"assembly-{number}.json"
         replace_atomic(path, msgspec.json.encode(assembly), durable=False)
         return str(path)
 
     def shards(self, name: CheckpointName, assembly: str, directory: Path) -> AssembledShards:
-        """This rank's way to the shards, as rank 0 has published it."""
+        """This rank's access to the shards, as rank 0 has published it."""
         found = msgspec.json.decode(read_regular(Path(assembly), MAX_ASSEMBLY_BYTES), type=Assembly)
         return AssembledShards(
             str(name),
@@ -418,7 +418,7 @@ class CopyInspection(msgspec.Struct, kw_only=True):
 
     checkpoint: str
     rank: int | None
-    """None: it is no one rank's; `what` says what it is."""
+    """None: it belongs to no single rank; `what` says what it is."""
     tier: str
     what: str = ""
     files: int = 0
@@ -448,7 +448,7 @@ def list_copies(tier: LocalTier, tiers: Sequence[str], only: CheckpointName | No
     """The records of the wanted copies, newest step first. Unlike `LocalTier.records` it moves nothing."""
     records: list[CopyRecord] = []
     unreadable: list[CopyInspection] = []
-    kinds = {TIERS[one] for one in tiers}
+    kinds = {TIERS[name] for name in tiers}
     for path in sorted(tier.copies.glob("step_*.json")):
         name = parse_name(path.name.partition(".")[0])
         if only is not None and name != only:
@@ -556,21 +556,21 @@ class Judge:
         return bad
 
     def absent(self, tier: LocalTier, name: CheckpointName, tiers: Sequence[str]) -> list[CopyInspection]:
-        """Copies of one checkpoint that this place is recorded to hold and does not."""
+        """Copies of one checkpoint that this place is recorded to hold but does not."""
         here = {record.rank for record in list_copies(tier, list(TIERS), name).records}
         found: list[CopyInspection] = []
         for place in read_recorded(self._control, name).places:
             if place.place != tier.place:
                 continue
-            for one, ranks in (("local", place.own), ("peer", place.confirmed)):
-                for rank in ranks if one in tiers else ():
+            for kind, ranks in (("local", place.own), ("peer", place.confirmed)):
+                for rank in ranks if kind in tiers else ():
                     if rank not in here:
                         why = (
-                            "recorded for this node and gone: given up, quarantined, or lost with its memory"
+                            "recorded for this node but gone: given up, quarantined, or lost with its memory"
                         )
                         problem = Problem(Reason.MISSING, f"copies/{name}.{rank:05d}.json", why)
                         found.append(
-                            CopyInspection(checkpoint=str(name), rank=rank, tier=one, problems=[problem])
+                            CopyInspection(checkpoint=str(name), rank=rank, tier=kind, problems=[problem])
                         )
         return found
 
@@ -593,12 +593,12 @@ class Judge:
                 return Problem(reason, MANIFEST, f"in the control directory: {escaped(str(error))}")
             manifest = elsewhere
         if manifest.run != self._control.run_id:
-            detail = f"it is of run {escaped(manifest.run)}, expected {self._control.run_id}"
+            detail = f"it belongs to run {escaped(manifest.run)}, expected {self._control.run_id}"
             return Problem(Reason.WRONG_RUN, MANIFEST, detail)
         return manifest, commit.manifest
 
     def _committed_since(self, name: CheckpointName) -> CommitRecord | None:
-        """A live run commits on while somebody looks."""
+        """A live run goes on committing while somebody looks."""
         for number in reversed(attempt_numbers(self._control)):
             if (record := find_commit(self._control, number, name.step, name.id)) is not None:
                 self._commits[name] = record

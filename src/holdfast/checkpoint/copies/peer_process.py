@@ -1,13 +1,12 @@
 """A place's peer server: it takes replicas of other places' copies, and gives out what this place holds.
 
-It runs as a process of its own, without torch, on a socket that the place leader (`PeerHost`) listens on
-and keeps: a process that takes another's place has the same address, and who connected in between is served
-by the next. After REPLACEMENTS deaths the socket is closed, so that peers are refused at once and do not wait
-in vain.
+It runs as a separate process, without torch, on a socket that the place leader (`PeerHost`) listens on and
+keeps: a process that replaces another has the same address, and serves those who connected in between. After
+REPLACEMENTS deaths the socket is closed, so that peers are refused at once and do not wait in vain.
 
 Guarantees: a replica counts here only once its bytes, where they lie, have the digests that its sender
-announced. Whoever has not proven to belong to the run is cut off after a few seconds, and earlier when such
-connections are many: those that have been silent for longest go, and never a proven one or who comes anew. A
+announced. A connection that has not proven to belong to the run is cut off after a few seconds, and earlier
+if there are many of them: those that have been silent longest go first, never a proven or a new one. A
 connection that is slow, stalls or talks nonsense costs its own thread until its deadline, and nobody else
 anything. The leader never waits for its process, except in `close` for as long as it is told to.
 """
@@ -59,20 +58,20 @@ from holdfast.record import ControlDirectory, listen, run_secret, to_cut
 log = logging.getLogger("holdfast.checkpoint")
 
 MOST_CONNECTIONS = 1024
-"""Of peers that have proven themselves."""
+"""Connections of peers that have proven themselves."""
 IDLE = 120.0
-"""Seconds for which a connection may ask for nothing."""
+"""Seconds that a connection may stay without a request."""
 PATIENCE = 30.0
 """Seconds for which a transfer may stand still."""
 PIECE = 4 * 1024 * 1024
 LOOK = 0.2
-"""Seconds between looks at whether the leader is still there, and at whether anything is still on its way."""
+"""Seconds between checks of whether the leader is still there, and whether anything is still on its way."""
 QUIET = 1.0
 """Seconds without a byte after which a transfer that somebody has announced again is cut."""
 
 
 Known = dict[tuple[str, str], tuple[CopyRecord, CopyFile]]
-"""By checkpoint and path: what a connection has read from. Whether it still stands is asked every time."""
+"""By checkpoint and path: what a connection has read from. Whether it still counts is checked every time."""
 
 
 class _Transfer:
@@ -139,11 +138,11 @@ class PeerServer:
                 self._accept()
 
     def close_door(self) -> None:
-        """Nobody new is let in: `serve` returns, and the connections that are there go on."""
+        """Let nobody new in: `serve` returns, and the existing connections continue."""
         self._closed.set()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Cut every connection, and wait for their threads; what was not verified by now does not count."""
+        """Cut every connection, and wait for their threads; what is not verified by then does not count."""
         self.close_door()
         self._stopping.set()
         with self._guard:
@@ -166,11 +165,11 @@ class PeerServer:
         line = Line(connection, f"{address[0]}:{address[1]}")
         with self._guard:
             if len(self._lines) - len(self._unproven) >= MOST_CONNECTIONS:
-                line.close()  # it comes again
+                line.close()  # the peer tries again
                 return
             self._unproven[line] = (str(address[0]), time.monotonic())
             for silent in to_cut(self._unproven, time.monotonic()):
-                silent.cut()  # its own thread sees the end of it
+                silent.cut()  # its own thread notices
             thread = threading.Thread(
                 target=self._converse, args=(line,), name="holdfast-peer-line", daemon=True
             )
@@ -226,8 +225,8 @@ class PeerServer:
     def _transfer(self, replica: Announcement, line: Line, deadline: TransferDeadline) -> Iterator[_Transfer]:
         """One transfer of the same replica at a time.
 
-        Who announces it again has lost the line before, though this side may not know that yet; where the one
-        before still moves, it is waited for.
+        A peer that announces it again has lost its earlier connection, though this side may not know that
+        yet; if the earlier transfer still moves, it is waited for.
         """
         key, transfer = (replica.checkpoint, replica.rank), _Transfer(line)
         with self._guard:
@@ -271,7 +270,7 @@ class PeerServer:
         try:
             return receipt.begin(self._tier, replica, max_bytes=self._max_bytes)
         except NoRoomError as error:
-            # The oldest one that would be dropped after this one is dropped before it: never the last one.
+            # The oldest one, which would be dropped after this one, is dropped before it; never the last one.
             dropped = receipt.drop_older(self._tier, replica.rank, None, self._keep - 1)
             if not dropped:
                 raise
@@ -304,7 +303,7 @@ class PeerServer:
             incoming.discard()
             path, expected, found = wrong
             why = (
-                f"{replica}: {path} arrived with digest {found}, announced was {expected}; it was thrown away"
+                f"{replica}: {path} arrived with digest {found}, announced as {expected}; it was thrown away"
             )
             line.send(Refused(why=why, altered=path), deadline)
             return
@@ -313,7 +312,7 @@ class PeerServer:
         except OSError as error:
             line.send(Refused(why=f"{replica}: its record cannot be written: {error}"), deadline)
             return
-        incoming.close()  # unlocked before anybody hears of it, who may want to read it
+        incoming.close()  # unlocked before anybody hears of it and wants to read it
         line.send(Held(self._tier.place), deadline)
         receipt.drop_older(self._tier, replica.rank, record, self._keep)
 
@@ -365,7 +364,7 @@ class PeerServer:
     def _give_from(
         self, line: Line, request: Read, record: CopyRecord, file: CopyFile, deadline: TransferDeadline
     ) -> bool:
-        """False: the copy does not stand any more."""
+        """False: the copy no longer stands."""
         end = request.offset + request.length
         if end > file.size:
             line.send(PeerGone(f"{file.path} has {file.size} bytes; {end} were asked for"), deadline)
@@ -375,7 +374,7 @@ class PeerServer:
                 return False
             line.send(Data(request.length), deadline)
             # Copied as it is sent: what sendfile queues is the image's own memory, and that may be taken back
-            # while the peer has not read the last of it yet.
+            # before the peer has read the last of it.
             with receipt.mapped(descriptor, file.start + request.offset, request.length) as view:
                 line.send_bytes(view, deadline)
             return True
@@ -390,8 +389,8 @@ class PeerServer:
 
 
 # The server as a process. A signal that asks a whole job to end does not end it. When its leader is gone or
-# lets go of it, nobody new is let in, replicas that are on their way may arrive, for at most `linger`
-# seconds, and it ends.
+# lets go of it, it lets nobody new in, lets replicas that are on their way arrive, for at most `linger`
+# seconds, and ends.
 
 
 class PeerOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -415,7 +414,7 @@ def run(order: PeerOrder, listener: socket.socket, line: Packets[None], parent: 
         )
         thread = threading.Thread(target=server.serve, name="holdfast-peer-server", daemon=True)
         thread.start()
-        # A fork of the leader may still hold its end of the line: then only our parent tells.
+        # A fork of the leader may still hold its end of the line: then only our parent's id tells.
         while os.getppid() == parent and thread.is_alive():
             if line.wait(LOOK):
                 break
@@ -432,8 +431,8 @@ def run(order: PeerOrder, listener: socket.socket, line: Packets[None], parent: 
 
 
 def main() -> int:
-    """`python -m holdfast.checkpoint.copies.peer_process <order> <listener> <line> <parent>`: by PeerHost
-    only."""
+    """`python -m holdfast.checkpoint.copies.peer_process <order> <listener> <line> <parent>`: started by
+    PeerHost only."""
     leave_stopping_to_the_trainer()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     order = msgspec.json.decode(sys.argv[1].encode(), type=PeerOrder)
@@ -445,7 +444,7 @@ REPLACEMENTS = 3
 MODULE = "holdfast.checkpoint.copies.peer_process"
 ALONE = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"
-"""An address that is nobody's (RFC 5737): which of ours would be used to go there? Nothing is sent."""
+"""An address that belongs to nobody (RFC 5737), to see which of ours leads there. Nothing is sent."""
 
 
 class PeerHost:
@@ -537,7 +536,7 @@ class PeerHost:
 
     def _give_up(self, why: str) -> None:
         self._close_door()
-        self._warn(f"{why}; it takes no replicas and gives out none before the next start")
+        self._warn(f"{why}; it takes no replicas and gives out none until the next start")
 
     def _warn(self, message: str) -> None:
         self._journal.write(Warned(message=message))
@@ -547,8 +546,8 @@ class PeerHost:
 def own_address(towards: str) -> str:
     """This host's address as its peers reach it: the one it would use to go `towards` a host (MASTER_ADDR).
 
-    A name that means this host itself is often one of the loopback here, which is of no use to others; then
-    it is the address that leads elsewhere. 127.0.0.1 when there is nobody to reach.
+    A name for this host itself often means a loopback address here, which is of no use to others; then it is
+    the address that leads elsewhere. 127.0.0.1 if there is nobody to reach.
     """
     if not towards or towards == "localhost":
         return ALONE
@@ -559,7 +558,7 @@ def own_address(towards: str) -> str:
 
 
 def _address_to(host: str) -> str:
-    """Ours on the way to a host; empty if there is no way."""
+    """Our address on the way to a host; empty if there is no way."""
     try:
         ways = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -567,7 +566,7 @@ def _address_to(host: str) -> str:
     for family, kind, protocol, _, address in ways:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of a datagram socket: only looks the route up
+                probe.connect(address)  # for a datagram socket this only looks up the route
                 return str(probe.getsockname()[0]).partition("%")[0]
         except OSError:
             continue

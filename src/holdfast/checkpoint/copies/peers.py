@@ -1,11 +1,12 @@
 """Reading shards from a peer's copy, and sending replicas to peers.
 
-Guarantee: what is announced are the digests that were taken at the source when the checkpoint was saved.
-They are never taken again from what is sent: a byte that was altered in this node's memory since then would
-be given a right digest by that. So the receiver finds it, whether it was altered here, on the way or there.
+Guarantee: what is announced is the digests that were taken at the source when the checkpoint was saved.
+They are never taken again from what is sent: that would give a right digest to a byte that was altered in
+this node's memory since then. So the receiver finds such a byte, whether it was altered here, on the way or
+there.
 
-The image stays as it is while it is sent (a lease), so the sender must come to an end: by its deadline, also
-if the peer stalls. A cut transfer is gone on with where the peer has verified it up to.
+The image stays unchanged while it is sent (a lease), so the sender must come to an end: by its deadline, even
+if the peer stalls. A cut transfer continues from where the peer has verified it.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ from holdfast.record import ControlDirectory, run_secret
 
 # Reading shards from a peer's copy.
 #
-# Nothing that is read here is verified here: whoever asked checks it against the manifest's digests, as it
-# does with every other source, and turns to the next source if they do not match.
+# Nothing that is read here is verified here: the caller checks it against the manifest's digests, as it does
+# with every other source, and turns to the next source if they do not match.
 #
-# Who reads on from there says so (`until`), and the next piece is asked for before this one has come. So the
-# peer never waits for the next question, and a piece is on its way while the one before is digested.
+# A caller that will read on from there says so (`until`), and the next piece is asked for before this one has
+# arrived. So the peer never waits for the next request, and a piece is on its way while the previous one is
+# digested.
 
 
 PIECE = 16 * 1024 * 1024
-"""Asked for at a time: the copy is leased for as long as one answer takes."""
+"""Bytes asked for at a time: the copy is leased for as long as one answer takes."""
 STILL = 30.0
 """Seconds without a byte after which a peer is not waited for any longer."""
 FIRST_READ_PAUSE = 0.05
@@ -73,7 +75,7 @@ class PeerReader:
         self._timeout = timeout
         self._line: Line | None = None
         self._asked: deque[Read] = deque()
-        """Requests that have not been answered yet; only ever the one that is read and the next."""
+        """Requests that have not been answered yet; only ever the one being read and the next."""
 
     def read_into(self, view: memoryview, *, checkpoint: str, path: str, offset: int, until: int = 0) -> None:
         """Fill the view from a file of a copy; PeerError if that cannot be done within the timeout.
@@ -85,7 +87,7 @@ class PeerReader:
         until = max(until, end)
 
         def ask(at: int) -> Read | None:
-            # A piece ends where this view does, so that the next view begins with one.
+            # A piece ends where this view does, so that the next view begins with a new one.
             stop = min(end if at < end else until, at + PIECE)
             return Read(checkpoint=checkpoint, path=path, offset=at, length=stop - at) if stop > at else None
 
@@ -98,7 +100,7 @@ class PeerReader:
                 except LostLineError:
                     if deadline.left <= 0:
                         raise
-                    self._read(piece, request, following, deadline)  # once: the server may be another now
+                    self._read(piece, request, following, deadline)  # once: there may be a new server now
             at += request.length
 
     def copies(self) -> list[CopyRecord]:
@@ -126,10 +128,10 @@ class PeerReader:
             if self._asked and self._asked[0] != request:
                 self.close()  # something else was expected to be read
             line = self._connected(deadline)
-            for one in (request, following):
-                if one is not None and one not in self._asked:
-                    line.send(one, deadline)
-                    self._asked.append(one)
+            for read in (request, following):
+                if read is not None and read not in self._asked:
+                    line.send(read, deadline)
+                    self._asked.append(read)
             answer: Data | PeerGone = line.receive(Data | PeerGone, deadline)
             if isinstance(answer, PeerGone):
                 raise GoneError(f"{line.who}: {answer.why}")
@@ -155,7 +157,7 @@ class PeerReader:
         return self._line
 
     def _call(self, deadline: TransferDeadline) -> Line:
-        """Where many read from one place after a loss, some have to wait for others."""
+        """Connect. Where many read from one place after a loss, some have to wait for others."""
         pause = FIRST_READ_PAUSE
         while True:
             try:
@@ -170,7 +172,7 @@ class PeerReader:
 log = logging.getLogger("holdfast.checkpoint")
 
 TRIES = 5
-"""Connections in a row that brought the transfer no further."""
+"""Connections in a row without progress after which the transfer is given up."""
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 3.0
 PATIENCE = 15.0
@@ -186,9 +188,9 @@ def send_replica(
     *,
     deadline: float,
 ) -> str:
-    """Have a peer hold this copy too; the id of its place. `deadline` is on the monotonic clock.
+    """Have a peer hold this copy too; returns the id of its place. `deadline` is on the monotonic clock.
 
-    PeerError: it does not hold it. AlteredCopyError: because the copy here is not what it was any more.
+    PeerError: it does not hold it. AlteredCopyError: because the copy here is no longer what it was.
     """
     replica = announcement(record, files)
     host, port = address
@@ -239,7 +241,7 @@ class _Sending:
         self._deadline = TransferDeadline(deadline, PATIENCE)
         self._furthest = 0
         self._failed = 0
-        """Tries since the peer had last got further."""
+        """Tries since the peer last got further."""
         self._arrived_wrong = False
 
     def run(self) -> str:
@@ -249,7 +251,7 @@ class _Sending:
                 return self._try()
             except LostLineError as error:
                 tries += 1
-                self._failed += not isinstance(error, BusyError)  # one that is busy is only waited for
+                self._failed += not isinstance(error, BusyError)  # a busy peer is only waited for
                 pause = min(FIRST_PAUSE * 2 ** min(tries, 10), LONGEST_PAUSE)
                 over = time.monotonic() + pause >= self._deadline.end
                 if self._failed >= TRIES or over:
@@ -281,9 +283,9 @@ class _Sending:
             line.close()
 
     def _refused(self, who: str, answer: Refused) -> PeerError:
-        told = f"{who} refused {answer.why}"
+        text = f"{who} refused {answer.why}"
         if not answer.altered:
-            return PeerError(told)
+            return PeerError(text)
         # Only now is the image looked at again, to tell who is to blame. The verdict on the replica stands.
         size = self._replica.size
         with mapped(self._descriptor, 0, size) as view:
@@ -291,10 +293,10 @@ class _Sending:
         if found is not None:
             path, expected, digest = found
             return AlteredCopyError(
-                f"{told}. The copy here is altered: {path} has digest {digest}, {expected} when it was saved"
+                f"{text}. The copy here is altered: {path} has digest {digest}, {expected} when it was saved"
             )
-        told = f"{told}. The copy here is right: its bytes were altered on the way or at the peer"
+        text = f"{text}. The copy here is right: its bytes were altered on the way or at the peer"
         if self._arrived_wrong:
-            return PeerError(f"{told}, twice")
+            return PeerError(f"{text}, twice")
         self._arrived_wrong = True
-        return LostLineError(told)
+        return LostLineError(text)

@@ -1,4 +1,4 @@
-"""Replicas on their way in: images that do not count yet, and how they come to count.
+"""Incoming replicas: images that do not count yet, and how they come to count.
 
 ```
 images/.00003.9f21c07a.part    the image, as large as it will be, filled from its start
@@ -7,10 +7,10 @@ images/00003.9f21c07a          the same image once everything in it was verified
 ```
 Guarantee: a record is written only after every byte that lies in the image was digested there and every file
 had the announced digest. Whatever happens before that leaves no record. If the same replica is announced
-again after a cut, what is there is gone on with, up to the first chunk whose digest is wrong.
+again after a cut, the transfer continues from what is there, up to the first chunk whose digest is wrong.
 
-Who works on a partial image holds it locked, so that nobody else, be it another connection or the server of
-an earlier attempt that has not ended yet, goes on with it or clears it away.
+Whoever works on a partial image keeps it locked, so that nobody else, be it another connection or the server
+of an earlier attempt that has not ended yet, continues it or clears it away.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNREFERENCED = 600.0
 MOST_SIDECAR = 256 * 1024 * 1024
 SLICE = 512 * 1024
 NOTICE = 1024 * 1024
-"""New bytes for which it is worth waking the thread that digests."""
+"""New bytes that make it worth waking the thread that digests."""
 _PARTIAL = re.compile(r"\.([0-9]{5,9}\.[0-9a-f]{8})\.part")
 _FROM_PEERS = re.compile(r"[0-9]{5,9}\.[0-9a-f]{8}")
 
@@ -69,7 +69,7 @@ class Incoming:
         """Bytes at the image's start that need not be sent."""
 
     def close(self) -> None:
-        """Leave the partial image as it is, for whoever goes on with it."""
+        """Leave the partial image as it is, for whoever continues it."""
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.view.release()
@@ -81,7 +81,7 @@ class Incoming:
         _remove(self._tier, self._name)
 
     def touch(self) -> None:
-        """Bytes that arrive through a mapping do not show in the file's time."""
+        """Renew the file's time: bytes that arrive through a mapping do not show in it."""
         with contextlib.suppress(OSError):
             os.utime(self._descriptor)
 
@@ -109,7 +109,7 @@ class Incoming:
 
 
 def begin(tier: LocalTier, replica: Announcement, *, max_bytes: int) -> Incoming:
-    """Go on with what an earlier transfer of the same replica left, or begin anew; NoRoomError."""
+    """Continue what an earlier transfer of the same replica left, or begin anew; raises NoRoomError."""
     for name in _partials(tier):
         if _announced(tier, name) == replica and (incoming := _take_up(tier, replica, name)) is not None:
             incoming.there = verified_prefix(incoming.view, replica.files)
@@ -121,7 +121,7 @@ def begin(tier: LocalTier, replica: Announcement, *, max_bytes: int) -> Incoming
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(_part(tier, name), flags, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # In full before anything is sent: a mapping that finds no room later ends the process.
+        # Allocated in full before anything is sent: a mapping that finds no room later ends the process.
         os.posix_fallocate(descriptor, 0, replica.size)
         replace_atomic(_sidecar(tier, name), msgspec.msgpack.encode(replica), durable=False)
         return Incoming(tier, replica, name, descriptor)
@@ -137,7 +137,7 @@ def begin(tier: LocalTier, replica: Announcement, *, max_bytes: int) -> Incoming
 
 
 def verified_prefix(view: memoryview, files: list[AnnouncedFile]) -> int:
-    """How much of the image's start is right, by the digests of chunks that follow without a gap."""
+    """How many bytes from the image's start are right, by the digests of chunks that follow without a gap."""
     end = 0
     for file in files:
         if file.start != end:
@@ -158,7 +158,7 @@ def verified_prefix(view: memoryview, files: list[AnnouncedFile]) -> int:
 
 @contextlib.contextmanager
 def mapped(descriptor: int, start: int, length: int) -> Iterator[memoryview]:
-    """Bytes of an image, where they lie."""
+    """Bytes of an image, mapped where they lie."""
     skipped = start % mmap.ALLOCATIONGRANULARITY
     whole = mmap.mmap(descriptor, skipped + length, prot=mmap.PROT_READ, offset=start - skipped)
     with whole, memoryview(whole) as view, view[skipped:] as piece:
@@ -177,7 +177,7 @@ def wrong_file(view: memoryview, files: list[AnnouncedFile]) -> tuple[str, str, 
 class RunningDigests:
     """The digests of an image's files, taken in a thread while the image arrives.
 
-    They are of what lies in the image, not of what came over the wire: what is verified is what will be read.
+    They cover what lies in the image, not what came over the wire: what is verified is what will be read.
     """
 
     def __init__(self, view: memoryview, files: list[AnnouncedFile], there: int) -> None:
@@ -199,7 +199,7 @@ class RunningDigests:
                 self._changed.notify()
 
     def finish(self) -> tuple[str, str, str] | None:
-        """All of it has arrived: as `wrong_file`."""
+        """All of it has arrived; returns the same as `wrong_file`."""
         with self._changed:
             self._changed.notify()
         self._thread.join()
@@ -209,7 +209,7 @@ class RunningDigests:
         return None
 
     def stop(self) -> None:
-        """Returns once the thread does not look at the image any more."""
+        """Returns once the thread no longer looks at the image."""
         self._stopped = True
         with self._changed:
             self._changed.notify()
@@ -237,10 +237,10 @@ class RunningDigests:
 
 
 def sweep(tier: LocalTier, *, rank: int | None = None, keep: Announcement | None = None) -> None:
-    """Clear away what no transfer will go on with.
+    """Clear away what no transfer will continue.
 
-    What is old; with a rank, at its next announcement, also every other partial image of that rank; without,
-    at a server's start, also those after which a replica of the same rank was committed.
+    That is what is old; with a rank, at its next announcement, also every other partial image of that rank;
+    without one, at a server's start, also those after which a replica of the same rank was committed.
     """
     now = time.time()
     replicas = [record for record in tier.records() if record.kind == "replica"]
@@ -274,10 +274,10 @@ def _remove_unreferenced(tier: LocalTier, path: Path) -> None:
 
 
 def drop_older(tier: LocalTier, rank: int, newest: CopyRecord | None, keep: int) -> list[CopyRecord]:
-    """Drop a rank's replicas beyond `keep`, in the order in which they came; one that is read is put off.
+    """Drop a rank's replicas beyond `keep`, the oldest ones; one that is being read is dropped later.
 
-    Which were dropped. By the time of commit and not by step: after a rollback the newest has a lower step
-    than those before it.
+    Returns those that were dropped. Age is by time of commit and not by step: after a rollback the newest has
+    a lower step than those before it.
     """
     replicas = [record for record in tier.records() if record.kind == "replica" and record.rank == rank]
     replicas.sort(key=lambda record: (record == newest, record.at), reverse=True)
@@ -291,7 +291,7 @@ def drop_older(tier: LocalTier, rank: int, newest: CopyRecord | None, keep: int)
 
 
 def _check_room(tier: LocalTier, size: int, max_bytes: int) -> None:
-    """Before anything is allocated: filling the memory of a node to find out what fits would hurt others."""
+    """Before anything is allocated: filling a node's memory to find out what fits would hurt others."""
     free = os.statvfs(tier.images)
     if size > free.f_bavail * free.f_frsize:
         raise NoRoomError(
@@ -334,11 +334,11 @@ def _announced(tier: LocalTier, name: str) -> Announcement | None:
 
 
 def _take_up(tier: LocalTier, replica: Announcement, name: str) -> Incoming | None:
-    """A partial image that nobody else works on, if it is whole in size."""
+    """A partial image that nobody else is working on, if it has its full size."""
     descriptor = _lock(_part(tier, name))
     if descriptor is None:
         return None
-    if os.fstat(descriptor).st_size != replica.size:  # cut before its memory was there
+    if os.fstat(descriptor).st_size != replica.size:  # cut before its memory was allocated
         _remove(tier, name)
         os.close(descriptor)
         return None
@@ -346,7 +346,7 @@ def _take_up(tier: LocalTier, replica: Announcement, name: str) -> Incoming | No
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor with the only lock on a file; None if it is gone or somebody works on it."""
+    """A descriptor with the only lock on a file; None if it is gone or somebody is working on it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

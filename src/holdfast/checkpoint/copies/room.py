@@ -3,7 +3,7 @@
 What a place may take is bounded by its file system, by checkpoint.non_persistent_max_bytes, and, in memory,
 by the memory limit of the job, which counts every page of a file there. What is given up is chosen by
 checkpoint/copies/rules.py. A rank gives up its own copies, and those that no rank of this place stages into:
-replicas, and what ranks that are no longer here have left.
+replicas, and what was left by ranks that are no longer here.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Made(msgspec.Struct, frozen=True):
     """What came of asking for room."""
 
     why: str
-    """Why there is none; empty: there is."""
+    """Why there is none; empty if there is."""
     own: list[CopyRecord]
-    """Copies of this rank that are to go for it: to be taken back by their owner, who may use the memory."""
+    """This rank's copies that have to go for it: their owner takes them back, and may use the memory."""
 
 
 class LocalRoom:
-    """Room in one place, as one of its ranks sees to it."""
+    """Room in one place, as seen and made by one of its ranks."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class LocalRoom:
         return min(free, memory_left()) if self.in_memory else free
 
     def left(self) -> int:
-        """The same, under the limit of the place too."""
+        """The same, also within the limit of the place."""
         return min(self.free(), self._limit - self._used()) if self._limit else self.free()
 
     @contextlib.contextmanager
@@ -112,7 +112,7 @@ class LocalRoom:
                 if time.monotonic() > deadline:
                     raise SaveFailedError(
                         f"{self._tier.path / 'room.lock'} stayed locked for {LOCK_PATIENCE:g} s: another "
-                        "rank of this node does not get its memory"
+                        "rank of this node is not getting its memory"
                     )
                 time.sleep(_POLL)
             yield
@@ -122,13 +122,13 @@ class LocalRoom:
     def make(
         self, needed: int, *, on_line: Callable[[CopyRecord], bool], busy: Callable[[CopyRecord], bool]
     ) -> Made:
-        """Room for an image of so many bytes, as far as that can be had. Call it `alone`."""
+        """Make room for an image of `needed` bytes, as far as possible. Call it only while `alone`."""
         records = self._tier.records()
         mine = [record for record in records if self._may_go(record)]
         held = self._held(mine, on_line, busy)
         limit = 0
         if self._limit:
-            others = self._used() - sum(one.nbytes for one in held)
+            others = self._used() - sum(checkpoint.nbytes for checkpoint in held)
             limit = max(1, self._limit - max(0, others))
         room = make_room(held, needed=needed, free=self.free(), limit=limit, keep=self._keep)
         own = [record for record in mine if record.checkpoint in room.drop and self._is_own(record)]

@@ -2,22 +2,22 @@
 
 Guarantee: pure, the same on every rank. With `factor` as served, each rank's shards lie on exactly that many
 places, its own included, never twice on one; so any loss of `factor - 1` places leaves a copy of everything.
-Each place holds the replicas of exactly `factor - 1` other places, and so of no more ranks than `factor - 1`
-times those of the place that has most.
+Each place holds the replicas of exactly `factor - 1` other places, and so of at most `factor - 1` times as
+many ranks as the largest place has.
 
-Places are ordered by their first rank, and the jump is counted in places: jump / (ranks of a place). Where
-they have unequal numbers of ranks, the one with most says how many a place has. Places that are a jump apart
+Places are ordered by their first rank, and the jump is counted in places: jump / (ranks of a place). If
+they have unequal numbers of ranks, the number of the largest one counts for all. Places that are a jump apart
 form a class, and a class is divided into groups of `factor` that hold each other's shards. What is left over
 makes the last group of a class larger, and that one is a ring.
 
-Groups in which all hold all survive more than one ring of all n places would. `factor` places lost at once
-cost something only if they are one whole group, of which there are n / factor; a ring has n neighbourhoods of
-that size, each of which is the end of something.
+Groups in which every place holds every other's shards survive more than one ring of all n places would. The
+loss of `factor` places at once costs shards only if they are one whole group, of which there are n / factor;
+a ring has n neighbourhoods of that size, and losing any one of them costs shards.
 
 After a resume (`duties`) every rank's shards are to lie where the next save would put them: on the place of
 that rank and on those that hold its replicas. So the loss that replicas cover is covered again, what is made
-again takes no more room than the next save would, and each copy has exactly one rank that sees to it. Where a
-checkpoint was saved by more ranks than there are now, the ones too many count on from the first again.
+again takes no more room than the next save would, and each copy has exactly one rank that sees to it. If a
+checkpoint was saved by more ranks than there are now, the surplus ranks are counted from the first one again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Replication(msgspec.Struct, frozen=True):
     factor: int
     """On how many places each rank's shards lie, its own included: as asked, or as many as there are."""
     notes: list[str]
-    """What was asked and cannot be served, in words for the user."""
+    """What was asked for and cannot be served, in words for the user."""
 
 
 def replicate(places: Sequence[str], *, factor: int, jump: int, strict: bool = True) -> Replication:
     """The places that hold each rank's replica, where `places` says on which place each rank is.
 
-    ValueError: the jump cannot be served. Not `strict`, for a world that has shrunk and must go on: such a
+    ValueError: the jump cannot be served. If not `strict`, for a world that has shrunk and must go on, such a
     jump is noted, and the next places are taken.
     """
     if factor < 1 or jump < 0:
@@ -92,7 +92,7 @@ def _too_few(nodes: int, factor: int) -> list[str]:
     asked = f"checkpoint.replication_factor is {factor}, but the ranks are on {plural(nodes, 'node')}"
     if nodes == 1:
         return [f"{asked}: there are no replicas, and local copies do not survive the loss of their node"]
-    return [f"{asked}: each local copy lies on {nodes}, and not all of them may be lost at once"]
+    return [f"{asked}: each local copy lies on {nodes}, and they must not all be lost at once"]
 
 
 def _step(jump: int, of_a_node: int, nodes: int) -> int:
@@ -101,20 +101,20 @@ def _step(jump: int, of_a_node: int, nodes: int) -> int:
         return 1
     if jump % of_a_node:
         raise ValueError(
-            f"checkpoint.replication_jump is {jump} ranks, but a node has {of_a_node}, so that it leads to "
-            f"no whole node further on; set it to a multiple of {of_a_node}, or to 0 for the next node"
+            f"checkpoint.replication_jump is {jump} ranks, but a node has {of_a_node}, so it does not "
+            f"lead to a whole node; set it to a multiple of {of_a_node}, or to 0 for the next node"
         )
     if jump // of_a_node >= nodes:
         raise ValueError(
             f"checkpoint.replication_jump is {jump} ranks, but there are only {nodes} nodes of {of_a_node}, "
-            f"so that it leads back to the same node; set it to at most {of_a_node * (nodes - 1)}, or to 0 "
+            f"so it leads back to the same node; set it to at most {of_a_node * (nodes - 1)}, or to 0 "
             "for the next node"
         )
     return jump // of_a_node
 
 
 def _classes(nodes: Sequence[str], step: int, factor: int) -> list[list[str]]:
-    """Nodes that are `step` apart, at least `factor` in each class: too small ones are put together."""
+    """Nodes that are `step` apart, at least `factor` in each class: classes that are too small are merged."""
     classes: list[list[str]] = []
     for first in range(step):
         members = nodes[first::step]
@@ -136,14 +136,14 @@ def _groups(members: Sequence[str], factor: int) -> list[Sequence[str]]:
 def duties(
     places: Sequence[str], targets: Sequence[Sequence[str]], *, saved_world: int, rank: int
 ) -> list[int]:
-    """The ranks, as they were when it was saved, whose shards this rank sees to at its place; its own first.
+    """The ranks, numbered as at the save, whose shards this rank sees to at its place; its own first.
 
     `places`: of each rank now, empty for one that has none; `targets`: the places of each rank's replicas.
     """
     here = places[rank]
     if not here:
         return []
-    beside = [one for one, place in enumerate(places) if place == here]
+    beside = [other for other, place in enumerate(places) if place == here]
     own, others = [], []
     for saved in range(saved_world):
         now = saved % len(places)
@@ -159,8 +159,7 @@ def duties(
 # Guarantee: pure, and the same on every rank, in whatever order places answered. A place is a source of a
 # file only if it says that it holds it; what a place says of files that the checkpoint does not have counts
 # for nothing. Where a source has not been verified, every file has exactly one rank that sees to it that all
-# of it is (`share`). Each claim is looked at once, so that ten thousand ranks take as much longer as they are
-# more.
+# of it is verified (`share`). Each claim is looked at once, so the cost grows linearly with the ranks.
 
 
 GLOBAL = "global"
@@ -177,7 +176,7 @@ class Assembly(msgspec.Struct, frozen=True):
     missing: list[str]
     """Files that have no source at all."""
     verified: bool = True
-    """Whether the places have read what they hold, all of it, and found it right; if not, who loads does."""
+    """Whether the places have read all that they hold and found it right; if not, ranks that load it do."""
 
     @property
     def complete(self) -> bool:
@@ -206,15 +205,15 @@ def share(
     saver: Callable[[str], int | None],
     saved_world: int,
 ) -> list[str]:
-    """The files of which this rank verifies what loading them did not. `places`: of each rank.
+    """The files in which this rank verifies what loading them did not. `places`: the place of each rank.
 
-    Who saved a file reads most of it anyway, wherever it lies by now, if there are as many ranks as there
-    were; else somebody does at a place that holds it.
+    A file falls to the rank that saved it, if there are as many ranks as there were: it reads most of the
+    file anyway, wherever that lies by now. Else it falls to a rank at a place that holds it.
     """
     world = len(places)
     at: dict[str, list[int]] = {}
-    for one, place in enumerate(places):
-        at.setdefault(place, []).append(one)
+    for other, place in enumerate(places):
+        at.setdefault(place, []).append(other)
     mine = []
     for number, (path, held) in enumerate(assembly.sources.items()):
         if assembly.verified and held:
@@ -232,7 +231,7 @@ def share(
 def order(assembly: Assembly, path: str, here: str, spread: int) -> list[str]:
     """The sources of one file in the order in which to try them: this place, its peers, the global tier.
 
-    Each rank gives its number as `spread` and begins with another peer, so that not all ask the same one.
+    Each rank gives its number as `spread` and begins with a different peer, so that not all ask the same one.
     """
     places = assembly.sources[path]
     peers = [place for place in places if place != here]
@@ -264,10 +263,10 @@ def describe_assembly(assembly: Assembly, nodes: Mapping[str, str], saved_at: Ma
     first = f"{own} of {plural(len(assembly.sources), 'file')} on the node that saved them"
     lines = [", ".join([first, *(f"{count} {where}" for count, where in counts if count)])]
     if lost:
-        told = [
+        losers = [
             f"{nodes.get(place, place)} ({plural(count, 'file')})" for place, count in sorted(lost.items())
         ]
-        lines.append(f"no longer held where they were saved: {_some(told)}")
+        lines.append(f"no longer held where they were saved: {_some(losers)}")
     if assembly.missing:
         lines.append(f"no copy anywhere: {_some(assembly.missing)}")
     return lines
@@ -280,12 +279,12 @@ def _some(names: Sequence[str]) -> str:
 
 # What one place keeps of its local copies, and what it gives up for a new one.
 #
-# Guarantee: pure, and careful. Never given up are the newest complete checkpoint on the line (it may be the
-# only good one in memory) and anything that is being drained, sent or read. What is on the line goes oldest
-# first: nothing newer goes while something older stays that could go. Nothing within `keep` goes for a save
-# that would not fit even so: a save that cannot be made costs no older one.
+# Guarantee: pure, and careful. The newest complete checkpoint on the line (it may be the only good one in
+# memory) is never given up, nor is anything that is being drained, sent or read. What is on the line goes
+# oldest first: nothing newer goes while something older that could go stays. Nothing within `keep` goes for a
+# save that would still not fit: a save that cannot be made costs no older one.
 #
-# What is not complete does not count as kept, so that it never pushes out one that a resume could use.
+# An incomplete checkpoint does not count as kept, so that it never pushes out one that a resume could use.
 
 
 class HeldCheckpoint(msgspec.Struct, frozen=True):
@@ -296,7 +295,7 @@ class HeldCheckpoint(msgspec.Struct, frozen=True):
     nbytes: int
     on_line: bool
     complete: bool
-    """As far as this place knows the whole checkpoint was committed."""
+    """As far as this place knows, the whole checkpoint was committed."""
     busy: bool
     """Being drained, sent or read."""
 
@@ -307,15 +306,15 @@ class Room(msgspec.Struct, frozen=True):
     fits: bool
     drop: list[str]
     reasons: list[str]
-    """One for each."""
+    """One for each of `drop`."""
     why: str
     """Why it does not fit, and what to set; empty if it does."""
 
 
 def make_room(held: Sequence[HeldCheckpoint], *, needed: int, free: int, limit: int, keep: int) -> Room:
-    """Room for `needed` bytes more, where `free` are free now and all together may take `limit` (0: any).
+    """Room for `needed` more bytes, if `free` are free now and all together may take `limit` (0: any).
 
-    What is not on the line and what is older than the last `keep` goes in any case.
+    What is not on the line and what is older than the last `keep` go in any case.
     """
     oldest_first = sorted(held, key=lambda one: (one.step, one.checkpoint))
     line = [one for one in oldest_first if one.on_line]
@@ -346,11 +345,11 @@ def make_room(held: Sequence[HeldCheckpoint], *, needed: int, free: int, limit: 
 
 
 def memory(*, image: int, keep: int, factor: int) -> int:
-    """Bytes that the local tier takes on a node for each of its ranks, when a rank's image has so many.
+    """Bytes that the local tier takes on a node for each of its ranks, if a rank's image has `image` bytes.
 
     Own images: the `keep` committed ones, the one that is being staged, and an older one that may still be
-    drained. Replicas, for each copy beyond the own one: `keep`, and the one that is coming in; a place holds
-    those of as many ranks as it has itself (checkpoint/copies/rules.py).
+    drained. Replicas, for each copy beyond the rank's own: `keep`, and the one that is coming in; a place
+    holds those of as many ranks as it has itself (see `replicate`).
     """
     return (keep + 2) * image + (factor - 1) * (keep + 1) * image
 
@@ -374,15 +373,15 @@ def _why(
     could: int,
 ) -> str:
     used = _sum(held)
-    told = [f"{size(needed)} are needed on this node and {size(max(free, 0))} are free"]
+    lines = [f"{size(needed)} are needed on this node and {size(max(free, 0))} are free"]
     if limit:
-        told.append(f"local copies take {size(used)} of the {size(limit)} that they may")
-    told.append(f"giving up all that may go would free {size(could)}")
+        lines.append(f"local copies take {size(used)} of the {size(limit)} that they may take")
+    lines.append(f"giving up all that may go would free {size(could)}")
     if stays is not None:
-        told.append(f"{stays.checkpoint} ({size(stays.nbytes)}) stays, as the newest complete one")
+        lines.append(f"{stays.checkpoint} ({size(stays.nbytes)}) stays, as the newest complete one")
     if busy := _sum(one for one in held if one.busy and one is not stays):
-        told.append(f"{size(busy)} are being drained, sent or read")
-    # No word of keep_last: what it keeps was counted among what may go.
+        lines.append(f"{size(busy)} are being drained, sent or read")
+    # keep_last is not mentioned: what it keeps was counted among what may go.
     remedies = []
     if (missing := needed - free - could) > 0:
         remedies.append(
@@ -391,4 +390,4 @@ def _why(
     if limit and (enough := used - could + needed) > limit:
         remedies.append(f"set checkpoint.non_persistent_max_bytes to {enough} or more")
     remedy = " and ".join(remedies)
-    return f"{'; '.join(told)}. To make it fit, {remedy}, or lower checkpoint.replication_factor"
+    return f"{'; '.join(lines)}. To make it fit, {remedy}, or lower checkpoint.replication_factor"

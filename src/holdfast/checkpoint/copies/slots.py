@@ -5,11 +5,11 @@ becomes the local copy, and nothing is copied again. On a disk a slot is a file 
 writer process fills.
 
 Guarantee: a slot is given out only while no record says that it holds a copy, and while nobody reads it or is
-at work on it. A copy is taken back for its memory in this order: what is off the line, then the oldest beyond
-the ones to keep, and within these only for want of room (checkpoint/copies/rules.py). The newest one on the
-line is never taken back. There are at most `keep` + 2 slots: the copies that are kept, one that is being
-staged, and one whose copy is still being drained. They are made as they are needed; those that an earlier
-attempt left are used again, and what they hold counts until then.
+at work on it. Copies are taken back for their memory in this order: what is off the line, then the oldest
+beyond the ones to keep, and within these only for want of room (checkpoint/copies/rules.py). The newest one
+on the line is never taken back. There are at most `keep` + 2 slots: the copies that are kept, one that is
+being staged, and one whose copy is still being drained. They are made as they are needed; those that an
+earlier attempt left are used again, and what they hold counts until then.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from holdfast.errors import HoldfastError, SaveFailedError
 log = logging.getLogger("holdfast.checkpoint")
 
 FIRST_INDEX = 8
-"""Of a slot, as the writer process knows it; smaller ones are staging buffers."""
+"""The first slot's index, as the writer process knows it; smaller ones are staging buffers'."""
 SPARE = 2
 """Slots beyond the copies to keep."""
 REMEMBERED = 1000
-"""Saves of this attempt; more than there can be copies of."""
+"""How many of this attempt's saves are remembered; more than there can be copies of."""
 FAILURES = 2
 """Local saves in a row that fail before the local tier is left alone for a while."""
 LEFT_ALONE = 3
-"""Saves for which it is."""
+"""For how many saves it is left alone."""
 
 
 class Slot:
-    """One image file of this rank. In memory it is mapped when it is first used, and stays so."""
+    """One image file of this rank. In memory it is mapped when it is first used, and stays mapped."""
 
     def __init__(self, index: int, path: Path) -> None:
         self.index = index
@@ -61,7 +61,7 @@ class Slot:
         return self.path.name
 
     def take(self, size: int, *, in_memory: bool) -> None:
-        """Have so many bytes, all of them really there; raises SaveFailedError if they are not."""
+        """Have `size` bytes, all of them really allocated; raises SaveFailedError if they cannot be."""
         if in_memory and self.buffer is None:
             self.buffer = Buffer(self.index, _open(self.path))
         if self.buffer is not None:
@@ -89,13 +89,13 @@ class Slot:
         return 0
 
     def fits(self, size: int) -> bool:
-        """Whether it has exactly so much memory, so that to have it changes nothing."""
+        """Whether it has exactly this much memory, so that to take it changes nothing."""
         with contextlib.suppress(OSError):
             return size > 0 and self.path.stat().st_size == size + -size % mmap.PAGESIZE
         return False
 
     def is_there(self) -> bool:
-        """Whether the file that it has mapped is still the one of this name."""
+        """Whether the file that it has mapped is still the one with this name."""
         if self.buffer is None:
             return True
         with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ class SlotRefusal(msgspec.Struct, frozen=True):
     """Why there is no slot."""
 
     busy: bool
-    """It passes: the writer is at work on the ones there are, or somebody reads them."""
+    """It will pass: the writer is at work on the existing slots, or somebody is reading them."""
     why: str
 
 
@@ -148,13 +148,13 @@ class LocalSlots:
         return len(self._slots)
 
     def resumed_from(self, head: CheckpointName | None) -> None:
-        """Copies of steps beyond this are of a way that the run has left."""
+        """Copies of steps beyond this belong to a line that the run has left."""
         self._head = head
 
     # --- giving one out -------------------------------------------------------------------------------------
 
     def reserve(self, size: int, *, globally: bool = False) -> SlotRefusal | None:
-        """See to it that there is a slot of at least this size to be staged into; None: there is.
+        """Make sure that there is a slot of at least this size to stage into; None: there is.
 
         `globally`: for a save that goes to the checkpoint root too.
         """
@@ -239,8 +239,8 @@ class LocalSlots:
         return [record for record in self.tier.records(self._rank) if record.kind == "own"]
 
     def on_line(self, record: CopyRecord) -> bool:
-        """Whether a copy is of the present timeline, as far as names tell: this attempt saved it, or it is
-        the head or below it. What goes beyond the head was left behind."""
+        """Whether a copy belongs to the present timeline, judged by names: this attempt saved it, or it is
+        the head or below it. What is beyond the head was left behind."""
         head, name = self._head, record.name
         return name in self._saved or (head is not None and (name.step < head.step or name == head))
 
@@ -269,14 +269,14 @@ class LocalSlots:
         return FIRST_INDEX + self._made - 1
 
     def _forget_lost(self) -> None:
-        """Somebody took an image's name away: its memory is no local copy any more, whatever is in it."""
+        """If somebody took an image's name away, its memory is no longer a local copy, whatever is in it."""
         for slot in [slot for slot in self._slots if not slot.is_there() and self._is_free(slot.index)]:
             slot.close()
             self._slots.remove(slot)
             self._reserved = None if self._reserved is slot else self._reserved
 
     def prepare(self, plan: Plan, *, pin: bool) -> None:
-        """Have now, as far as there is room, what saves will need; nothing is given up for it.
+        """Allocate now, as far as there is room, what saves will need; nothing is given up for it.
 
         What a slot holds stays as it is: it is only mapped, and page-locked.
         """
@@ -309,9 +309,9 @@ class LocalSlots:
         self._left_alone = {False: 0, True: 0}
 
     def went_wrong(self, why: str) -> None:
-        """A local save failed. No checkpoint may be lost to the root by that: the next ones go there alone.
+        """A local save failed. The root must not lose a checkpoint by that: its next ones go there alone.
 
-        After some in a row the tier is left alone by all saves for a while.
+        After some failures in a row, all saves leave the tier alone for a while.
         """
         self._failed += 1
         self._trouble = why
@@ -320,7 +320,7 @@ class LocalSlots:
             self._failed, self._left_alone[False] = 0, LEFT_ALONE
 
     def close(self, *, tidy: bool) -> None:
-        """Let go of the memory, which the copies keep; `tidy`: what holds none is given back."""
+        """Let go of the memory, which the copies keep; `tidy`: memory that holds none is given back."""
         taken = {record.image for record in self._records()} if tidy else set()
         for slot in self._slots:
             slot.close()

@@ -9,21 +9,21 @@
     copies/step_00000120-3fa9c1d2.00003.json   a committed copy: which image holds it
     quarantine/…                               records of copies whose bytes were found wrong
 ```
-Guarantee: a copy counts only while its record is there, and the record is there only while the image holds
-those bytes: it is written after them, and taken away before they change. A reader first locks the image,
-shared, and then looks whether the record still stands (`lease`); whoever wants the memory back locks it
-exclusively for the moment in which the record is taken away (`take_back`), or in which it looks whether it
-could (`is_idle`). So neither waits for the other, but a reader for that moment.
+Guarantee: a copy counts only while its record is there, and the record is there only while the image
+holds those bytes: it is written after them, and taken away before they change. A reader first takes a shared
+lock on the image and then checks that the record still stands (`lease`); whoever wants the memory back takes
+an exclusive lock for the moment in which it takes the record away (`take_back`), or checks whether it could
+(`is_idle`). So neither waits for the other, except a reader for that moment.
 
 A record proves nothing: bytes are judged by the manifest that its digest names. Nothing here is made durable:
 what a power cut leaves of it is found by digest, or not at all.
 
 Removing what dead runs left in a local directory: `holdfast clean`.
 
-Guarantee: no place that a process uses is touched, nor anything that is no place, is a link, or belongs to
-another user. A place is renamed to a hidden name before the first file of it goes, under the lock that
+Guarantee: no place that a process uses is touched, nor anything that is not a place, is a link, or belongs to
+another user. A place is renamed to a hidden name before its first file is deleted, under the lock that
 excludes its users, and judged again under that lock. So whatever happens meanwhile, what looks like a place
-is a whole one, and a process that comes for it at that moment finds it whole or makes a new one
+is a whole one, and a process that opens it at that moment finds it whole or makes a new one
 (`LocalTier.in_use`).
 
 What a removal that was cut short has left is hidden, and the next one finishes it.
@@ -77,7 +77,7 @@ PLACE = "place.json"
 IN_USE = "in_use.lock"
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 MOMENT = 1.0
-"""Seconds for which a reader waits for who holds an image exclusively, which is only ever for a moment."""
+"""Seconds that a reader waits for an exclusive lock on an image, which is only ever held for a moment."""
 
 Place = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{12}$")]
 ImageName = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{5,9}\.[0-9a-f]{1,12}$")]
@@ -86,7 +86,7 @@ OPEN_TRIES = 10
 IN_USE_TIMEOUT = 10.0
 """Seconds to wait for `holdfast clean` to be done with a place."""
 _TAKEN_AWAY = (FileNotFoundError, FileExistsError)
-"""What a directory raises that `holdfast clean` renames meanwhile; the second by `mkdir` with `exist_ok`."""
+"""What is raised if `holdfast clean` renames a directory meanwhile; the second by `mkdir` with `exist_ok`."""
 
 
 class PlaceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ class LocalTier:
 
     @classmethod
     def open(cls, directory: Path, run: str, *, node: str, run_dir: Path) -> LocalTier:
-        """The place under a local directory; made by whoever comes first. UsageError: it cannot be used."""
+        """The place under a local directory, made by whoever comes first. UsageError: it cannot be used."""
         path = directory.absolute() / run
         record = PlaceRecord(
             place=uuid.uuid4().hex[:12],
@@ -172,7 +172,7 @@ class LocalTier:
 
     @classmethod
     def at(cls, path: Path) -> LocalTier:
-        """An existing place; OSError or msgspec.DecodeError if it is none."""
+        """An existing place; OSError or msgspec.DecodeError if it is not one."""
         return cls(path, msgspec.json.decode(read_regular(path / PLACE, MAX_RECORD_BYTES), type=PlaceRecord))
 
     # --- what it holds --------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class LocalTier:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("holdfast: %s is no record of a copy (%s); it does not count", path, error)
+            log.warning("holdfast: %s is not a record of a copy (%s); it does not count", path, error)
             with contextlib.suppress(OSError):
                 os.replace(path, self.quarantined / path.name)
             return None
@@ -222,7 +222,7 @@ class LocalTier:
         replace_atomic(path, msgspec.json.encode(record), durable=False)
 
     def take_back(self, record: CopyRecord) -> bool:
-        """The copy stops to count, and its image may be changed; False if somebody reads it just now."""
+        """The copy no longer counts, and its image may be changed; False if somebody is reading it now."""
         with _locked(self.image(record), fcntl.LOCK_EX) as descriptor:
             if descriptor is None and self.image(record).exists():
                 return False
@@ -230,7 +230,7 @@ class LocalTier:
             return True
 
     def drop(self, record: CopyRecord) -> bool:
-        """Take a copy back and give its memory back too; False if somebody reads it just now."""
+        """Take a copy back and free its memory too; False if somebody is reading it now."""
         if not self.take_back(record):
             return False
         if not any(other.image == record.image for other in self.records()):
@@ -246,26 +246,27 @@ class LocalTier:
             self._record_path(record.checkpoint, record.rank).unlink()
         except FileNotFoundError:
             return False
-        told = msgspec.json.encode({"why": why, "at": time.time(), "record": record})
+        note = msgspec.json.encode({"why": why, "at": time.time(), "record": record})
         name = f"{record.checkpoint}.{record.rank:05d}.{uuid.uuid4().hex[:8]}.json"
         with contextlib.suppress(OSError):  # a full tier must not keep a bad copy in the inventory
-            replace_atomic(self.quarantined / name, told, durable=False)
+            replace_atomic(self.quarantined / name, note, durable=False)
         return True
 
     @contextlib.contextmanager
     def lease(self, record: CopyRecord) -> Iterator[int | None]:
-        """A descriptor of the image, which stays as it is for as long as this is held; None: it is gone."""
+        """A descriptor of the image, which stays unchanged for as long as this is held; None: it is gone."""
         with _locked(self.image(record), fcntl.LOCK_SH) as descriptor:
-            # In this order: what is taken back after the lock was got cannot be changed before it is let go.
+            # In this order: what is taken back after the lock was taken cannot be changed before it is
+            # released.
             stands = descriptor is not None and self.find(record.checkpoint, record.rank) == record
             yield descriptor if stands else None
 
     def is_read(self, record: CopyRecord) -> bool:
-        """Whether somebody holds a lease on it just now."""
+        """Whether somebody holds a lease on it right now."""
         return not self.is_idle(record.image)
 
     def is_idle(self, image: str) -> bool:
-        """Whether nobody reads an image, nor is at work on one that is not committed yet."""
+        """Whether nobody reads an image, or works on one that is not committed yet."""
         with _locked(self.images / image, fcntl.LOCK_EX) as descriptor:
             return descriptor is not None or not (self.images / image).exists()
 
@@ -279,7 +280,7 @@ class LocalTier:
     def in_use(self) -> Iterator[None]:
         """For as long as this is held, `holdfast clean` leaves the place alone.
 
-        One that it took away a moment ago is made again, empty.
+        A place that it took away a moment ago is made again, empty.
         """
         descriptor = self._lock_in_use()
         try:
@@ -315,7 +316,7 @@ class LocalTier:
 
 
 def _make(path: Path, record: PlaceRecord) -> None:
-    """Make what is missing of a place; whoever comes first gives it its id."""
+    """Make whatever a place lacks; whoever comes first gives it its id."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.is_symlink() or path.stat().st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it is a link or belongs to somebody else", str(path))
@@ -336,7 +337,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def places_under(directory: Path) -> list[LocalTier]:
-    """Every run's place under a local directory; what is no place is left out."""
+    """Every run's place under a local directory; what is not a place is left out."""
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         if re.fullmatch(r"[0-9a-f]{12}", path.name):
@@ -347,7 +348,7 @@ def places_under(directory: Path) -> list[LocalTier]:
 
 @contextlib.contextmanager
 def _locked(image: Path, how: int) -> Iterator[int | None]:
-    """A descriptor of an image with a lock on it; None if it is not there or locked against this."""
+    """A descriptor of an image with a lock on it; None if it is gone, or another lock excludes this one."""
     try:
         descriptor = OpenFile(image, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -421,7 +422,7 @@ def names(control: ControlDirectory) -> list[CheckpointName]:
 
 
 def open_folder(control: ControlDirectory, name: CheckpointName) -> Path:
-    """Made by whoever comes first; every rank leaves its part record in `parts/`."""
+    """The folder, made by whoever comes first; every rank leaves its part record in `parts/`."""
     path = folder(control, name)
     make_dirs(path / PARTS)
     return path
@@ -430,12 +431,12 @@ def open_folder(control: ControlDirectory, name: CheckpointName) -> Path:
 def seal(
     control: ControlDirectory, name: CheckpointName, manifest: Manifest, metadata: bytes, where: Where
 ) -> str:
-    """Keep the manifest, written last; its digest. May be called again after a cut."""
+    """Keep the manifest, written last; returns its digest. May be called again after a cut."""
     path = folder(control, name)
     data, digest = manifests.encode(manifest)
     replace_atomic(path / WHERE, msgspec.json.encode(where), durable=False)
     for file, content in ((METADATA, metadata), (MANIFEST, data)):
-        replace_atomic(path / file, content)  # other ranks' writers look for it all the time
+        replace_atomic(path / file, content)  # other ranks' writers keep looking for it
     return digest
 
 
@@ -455,7 +456,7 @@ def read_where(control: ControlDirectory, name: CheckpointName) -> Where | None:
 
 
 def confirm_replica(control: ControlDirectory, name: CheckpointName, rank: int, place: str) -> None:
-    """For people to see where copies are; no resume relies on it."""
+    """Note a replica, for people to see where copies are; no resume relies on it."""
     path = folder(control, name) / REPLICAS / f"{rank}.{place}"
     with contextlib.suppress(OSError):
         path.parent.mkdir(exist_ok=True)
@@ -468,7 +469,7 @@ def forget(control: ControlDirectory, name: CheckpointName) -> None:
         remove_tree(control.path, LOCAL, str(name))
 
 
-# Where the copies of a checkpoint in the local tier are, as the control directory has it.
+# Where the copies of a checkpoint in the local tier are, according to the control directory.
 #
 # What is recorded is no proof: a node may have lost its memory since. It tells people where to look.
 
@@ -480,14 +481,14 @@ class PlaceCopies(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     own: list[int]
     planned: list[int]
-    """Ranks of which it was to get a replica."""
+    """Ranks whose replica it was to get."""
     confirmed: list[int]
-    """Those of which it has said that it holds one, verified."""
+    """Those whose replica it has confirmed that it holds, verified."""
 
 
 class Recorded(msgspec.Struct, frozen=True):
     places: list[PlaceCopies]
-    """By the lowest rank that each saved."""
+    """In the order of the lowest rank that each saved."""
     ranks: int
     """How many ranks saved the checkpoint; 0 if `where.json` cannot be read."""
 
@@ -501,7 +502,7 @@ class Recorded(msgspec.Struct, frozen=True):
 
     @property
     def confirmed(self) -> int:
-        """Of the planned ones."""
+        """How many of the planned ones."""
         return sum(len({*place.planned} & {*place.confirmed}) for place in self.places)
 
 
@@ -565,14 +566,14 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class FoundPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A place as it was looked at."""
+    """What was found when a place was looked at."""
 
     path: str
     run: str
     run_dir: str
     node: str
     newest: CheckpointName | None
-    """As its records are named; no byte is read for it."""
+    """Judged by its records' names; no byte is read for it."""
     bytes: int
     age: float
     """Seconds since something in it changed."""
@@ -634,7 +635,7 @@ def look(directory: Path) -> list[FoundPlace]:
 
 
 def remove(found: FoundPlace, rules: Rules) -> Cleaning:
-    """Look at a place once more, alone with it, and remove it if it still may go."""
+    """Look at a place once more, with its users excluded, and remove it if it still may go."""
     path = Path(found.path)
     user = os.geteuid()
     if found.left_over:
@@ -662,7 +663,7 @@ def _places(directory: Path) -> list[LocalTier]:
 
 
 def _delete(hidden: Path) -> str:
-    """Delete what has been taken away; why it could not be. Never follows a link."""
+    """Delete what has been taken away; returns why it could not be. Never follows a link."""
     for _ in range(DELETE_TRIES):
         try:
             remove_tree(hidden.parent, hidden.name)
@@ -681,7 +682,7 @@ def _delete(hidden: Path) -> str:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Whether nobody uses a place; nobody begins to while this is held. In doubt somebody does."""
+    """Whether nobody uses a place; nobody begins to while this is held. If in doubt, somebody does."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path / IN_USE, flags, 0o600)
@@ -696,7 +697,7 @@ def _alone(path: Path) -> Iterator[bool]:
             free = os.path.samestat(os.fstat(descriptor), os.lstat(path / IN_USE))
         except FileNotFoundError:
             raise
-        except OSError:  # it is used, or cannot be locked and so nobody can know
+        except OSError:  # it is used, or cannot be locked, so that nobody can know
             free = False
         yield free
     finally:
@@ -769,7 +770,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _measure(path: Path) -> tuple[int, float]:
-    """Bytes that it really takes, and when something in it changed last. A lock is no change."""
+    """Bytes that it really takes, and when something in it changed last. Locking it is not a change."""
     taken, changed = 0, 0.0
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):

@@ -7,11 +7,11 @@ server → client   Welcome    proof over ("server", run, s, c), place, node
 ```
 Guarantee: nothing that arrives is interpreted before the other end has proven that it knows the run's
 secret, except these three messages, which are small and typed. Both nonces are in both proofs, so neither
-side's words can be played back to it, and the labels differ, so they cannot be played back to the other side.
+side's words can be replayed to it, and the labels differ, so they cannot be replayed to the other side.
 A length is checked before memory is taken for it. Every call ends by its deadline. Nothing is unpickled.
 
 The secret keeps strangers out. It does not hide or sign the bytes that follow: what was altered on the way is
-found by its digest, and the network between the nodes is taken to be the job's own.
+found by its digest, and the network between the nodes is assumed to be the job's own.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from holdfast.record import prove, proves
 PROTOCOL = 1
 NONCE = 32
 MOST_FRAME = 64 * 1024 * 1024
-"""Bytes of a record: the chunk tables of a rank with a million items."""
+"""Most bytes of a record: room for the chunk tables of a rank with a million items."""
 SMALL_FRAME = 4096
-"""Bytes of a message from somebody who has not proven anything yet."""
+"""Most bytes of a message from somebody who has not proven anything yet."""
 HANDSHAKE_TIMEOUT = 5.0
 SILENT_HOST = 20.0
 """Seconds after which the kernel gives up a connection whose other host does not answer at all."""
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class LostLineError(PeerError):
-    """The connection ended, was silent for too long, or was never made: another one may do better."""
+    """The connection ended, was silent for too long, or was never made: another one may succeed."""
 
 
 class HungUpError(LostLineError):
@@ -57,7 +57,7 @@ class HungUpError(LostLineError):
 
 
 class BusyError(LostLineError):
-    """The server hung up before it had said anything: it has as many connections as it takes."""
+    """The server hung up before it had said anything: it has as many connections as it accepts."""
 
 
 class TransferDeadline:
@@ -120,7 +120,7 @@ class Line:
             raise LostLineError(f"{who} cannot be reached: {error.strerror or error}") from error
 
     def cut(self) -> None:
-        """End the connection from another thread: who waits on it learns at once."""
+        """End the connection from another thread: whoever waits on it learns of it at once."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -143,13 +143,13 @@ class Line:
         self.receive_into(memoryview(head), deadline)
         (length,) = _LENGTH.unpack(head)
         if length > limit:
-            raise PeerError(f"{self.who} announced a record of {length} bytes; at most {limit} are taken")
+            raise PeerError(f"{self.who} announced a record of {length} bytes; at most {limit} are accepted")
         body = bytearray(length)
         self.receive_into(memoryview(body), deadline)
         try:
             found: T = msgspec.msgpack.decode(body, type=kind)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise PeerError(f"{self.who} sent something that is no message: {error}") from error
+            raise PeerError(f"{self.who} sent something that is not a message: {error}") from error
         return found
 
     # --- bytes ----------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ class Line:
         done = 0
         while done < view.nbytes:
             try:
-                # Released also when this fails: a slice that a traceback keeps would keep a mapping, and with
-                # it a lease, for as long.
+                # Released even when this fails: a slice kept by a traceback would keep a mapping, and with it
+                # a lease, for as long.
                 with view[done : done + _PIECE] as piece:
                     done += self._socket.send(piece, socket.MSG_NOSIGNAL)
             except BlockingIOError:
@@ -190,7 +190,7 @@ class Line:
                 done += self.receive_some(rest, deadline)
 
     def receive_some(self, view: memoryview, deadline: TransferDeadline) -> int:
-        """At least one byte into the front of the view; how many."""
+        """Receive at least one byte into the front of the view; returns how many."""
         while True:
             try:
                 got = self._socket.recv_into(view)
@@ -201,9 +201,9 @@ class Line:
                 raise self._lost(error) from error
             if got == 0:
                 raise HungUpError(f"{self.who} closed the connection")
-            # Who is never kept waiting must still come to an end.
+            # A transfer that never has to wait must still come to an end.
             if deadline.left <= 0 and got < view.nbytes:
-                raise LostLineError(f"{self.who} was too slow: the time for it is over")
+                raise LostLineError(f"{self.who} was too slow: its time is over")
             return got
 
     def _wait(self, event: int, deadline: TransferDeadline) -> None:
@@ -216,7 +216,7 @@ class Line:
             if left > 3600.0:
                 return
         over = deadline.end - time.monotonic() <= 0
-        why = "the time for it is over" if over else f"nothing moved for {deadline.patience:g} s"
+        why = "its time is over" if over else f"nothing moved for {deadline.patience:g} s"
         raise LostLineError(f"{self.who} was too slow: {why}")
 
     def _lost(self, error: OSError) -> LostLineError:
@@ -228,9 +228,9 @@ class Line:
 
 
 def admit(line: Line, secret: bytes, run: str, *, place: str, node: str, deadline: TransferDeadline) -> None:
-    """The server's side: let in who proves to be of this run; PeerError for anybody else.
+    """The server's side: let in whoever proves to belong to this run; PeerError for anybody else.
 
-    A stranger is told nothing but a nonce.
+    A stranger learns nothing but a nonce.
     """
     ours = secrets.token_bytes(NONCE)
     line.send(Greeting(PROTOCOL, ours), deadline)
@@ -243,7 +243,7 @@ def admit(line: Line, secret: bytes, run: str, *, place: str, node: str, deadlin
 
 
 def introduce(line: Line, secret: bytes, run: str, deadline: TransferDeadline) -> Welcome:
-    """The client's side: who the server says it is, once it has proven to be of this run."""
+    """The client's side: who the server says it is, once it has proven to belong to this run."""
     try:
         greeting: Greeting = line.receive(Greeting, deadline, limit=SMALL_FRAME)
     except HungUpError as error:
@@ -261,7 +261,7 @@ def introduce(line: Line, secret: bytes, run: str, deadline: TransferDeadline) -
     try:
         welcome: Welcome = line.receive(Welcome, deadline, limit=SMALL_FRAME)
     except LostLineError as error:
-        raise LostLineError(f"{error}, before it let this rank in; is it of run {run}?") from error
+        raise LostLineError(f"{error}, before it let this rank in; does it belong to run {run}?") from error
     if not proves(welcome.proof, secret, b"holdfast peer server", *said):
         raise PeerError(f"{line.who} did not prove that it belongs to run {run}; nothing was sent to it")
     line.who = f"{line.who} (node {welcome.node})"
@@ -320,7 +320,7 @@ class AnnouncedFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica is, in the digests that were taken at its source. The same replica, the same words."""
+    """What a replica is, by the digests taken at its source. Equal replicas have equal announcements."""
 
     checkpoint: str
     manifest: Digest
@@ -339,7 +339,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     replica: Announcement
     seconds: Seconds
-    """How long the sender will be at it."""
+    """How long the sender will keep at it."""
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
@@ -384,7 +384,7 @@ class Copies(msgspec.Struct, frozen=True, tag="copies"):
 
 
 def objection(replica: Announcement) -> str:
-    """Why an announcement cannot be accepted, whatever is free; empty if it can. Pure."""
+    """Why an announcement cannot be accepted, however much is free; empty if it can. Pure."""
     name = parse_name(replica.checkpoint)
     if name is None or str(name) != replica.checkpoint:
         return f"{replica.checkpoint[:200]!r} is not a checkpoint's name"
@@ -400,14 +400,14 @@ def objection(replica: Announcement) -> str:
         if not is_safe_path(file.path) or file.path == MANIFEST:
             return f"the path {file.path[:200]!r} is not allowed"
         if file.path in seen:
-            return f"{file.path!r} is there twice"
+            return f"{file.path!r} is listed twice"
         if file.start < end:
-            return f"{file.path!r} lies over the file before it"
+            return f"{file.path!r} overlaps the file before it"
         seen.add(file.path)
         end = file.start + file.size
         inner = 0
         for chunk in file.chunks:
             if chunk.offset < inner or chunk.offset + chunk.length > file.size:
-                return f"a chunk of {file.path!r} lies outside the file or over another chunk"
+                return f"a chunk of {file.path!r} lies outside the file or overlaps another chunk"
             inner = chunk.offset + chunk.length
     return ""

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: manifest, layout, digests and fingerprints, and how all that is judged.
+"""What a checkpoint is on disk: manifest, layout, digests and fingerprints, and how all of it is judged.
 
 For whoever writes, reads or judges checkpoint directories; most of it works without torch.
 Promises: every byte is covered by a digest; older releases' checkpoints are read; nothing stored is

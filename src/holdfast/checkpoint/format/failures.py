@@ -1,12 +1,12 @@
-"""A failure on one rank of a save, made known to all of them as the same failed save.
+"""A failure on one rank of a save, made known to all ranks as the same failed save.
 
 Guarantee: whatever goes wrong with the work of a save on some rank (collecting, planning, reading a tensor,
 writing, committing; in a tracked object's state_dict or in Holdfast itself) is one SaveFailedError on every
 rank, which names the rank and, where one can be named, the entry of the state. Nobody is left waiting. Three
-things are no failed saves: a lost lease, after which this attempt may do nothing more; a state that no resume
-would take, found at the first save of an attempt (proof.py), which is an IncompleteStateError on every rank;
-and an error of the exchange between the ranks itself, because a group that cannot exchange cannot agree on
-anything.
+things are not failed saves: a lost lease, after which this attempt may do nothing more; a state that no
+resume would accept, found at the first save of an attempt (proof.py), which is an IncompleteStateError on
+every rank; and an error of the exchange between the ranks itself, because a group that cannot exchange cannot
+agree on anything.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ T = TypeVar("T")
 Kind = type[LeaseLostError | SaveFailedError | IncompleteStateError]
 
 FAILURES = (Exception, CheckpointException)
-"""What fails a save. Not what asks a process or the function around the run to end: that is no Exception.
-DCP's own error is none either, and yet nothing but an error."""
+"""What fails a save. Not what asks a process or the function around the run to end: that is not an Exception.
+DCP's own error is not one either, and yet it is an error and nothing else."""
 TOLD = 4
-"""Errors that differ, of different ranks, that one message tells."""
+"""How many different errors, of different ranks, one message names."""
 
 
 class EntryError(SaveFailedError):
@@ -38,7 +38,7 @@ class EntryError(SaveFailedError):
 
 
 def about(entry: str, error: BaseException) -> EntryError:
-    """The same error, with the entry of the state that it befell; raised `from` it."""
+    """The same error, naming the entry of the state that it concerns; raised `from` it."""
     if isinstance(error, EntryError):
         return error
     return EntryError(f"{entry}: {describe(error)}")
@@ -63,7 +63,7 @@ def describe(error: BaseException) -> str:
 
 
 def together(group: Group, name: CheckpointName, work: Callable[[], T]) -> T:
-    """Do this rank's work; go on only if every rank could do its own, else every rank raises the same."""
+    """Do this rank's work; continue only if all ranks did theirs, else every rank raises the same error."""
     error: BaseException | None = None
     done: list[T] = []
     try:
@@ -76,13 +76,13 @@ def together(group: Group, name: CheckpointName, work: Callable[[], T]) -> T:
 
 
 def raise_for_all(group: Group, mine: BaseException | None, name: CheckpointName) -> None:
-    """Every rank calls this when at least one has failed; every rank raises the same."""
-    told = share(group, None if mine is None else (_kind(mine), describe(mine)))
-    raise explain([(rank, *error) for rank, error in enumerate(told) if error is not None], name) from mine
+    """Every rank calls this when at least one has failed; every rank raises the same error."""
+    shared = share(group, None if mine is None else (_kind(mine), describe(mine)))
+    raise explain([(rank, *error) for rank, error in enumerate(shared) if error is not None], name) from mine
 
 
 def _kind(error: BaseException) -> Kind:
-    """What a save is that fails by this alone."""
+    """The kind of failure of a save that fails by this error alone."""
     if isinstance(error, LeaseLostError):
         return LeaseLostError
     if isinstance(error, IncompleteStateError):
@@ -97,8 +97,8 @@ def explain(
 ) -> LeaseLostError | SaveFailedError | IncompleteStateError:
     """Pure: the one error to raise for what happened on these (rank, kind, what).
 
-    A state that no resume would take, on any rank, is that of all. It is storage's if nothing else failed on
-    any rank.
+    If any rank has a state that no resume would accept, that is the error of all. It is the storage's error
+    if nothing else failed on any rank.
     """
     for _, kind, text in errors:
         if kind is LeaseLostError:
@@ -107,12 +107,12 @@ def explain(
     by_text: dict[str, list[int]] = {}
     for rank, _, text in errors:
         by_text.setdefault(text, []).append(rank)
-    told = [f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:TOLD]]
+    texts = [f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:TOLD]]
     more = f"; and {len(by_text) - TOLD} other errors" if len(by_text) > TOLD else ""
     failed: Kind = SaveStorageError if storage else SaveFailedError
     if any(kind is IncompleteStateError for _, kind, _ in errors):
         failed = IncompleteStateError
-    return failed(f"{name} was not saved ({'; '.join(told)}{more}). Every older checkpoint is untouched")
+    return failed(f"{name} was not saved ({'; '.join(texts)}{more}). Every older checkpoint is untouched")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -122,12 +122,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def save_failed(told: str) -> SaveFailedError:
-    """The error for a save that failed like this, as told by another process."""
+    """The error for a save that failed like this, as reported by another process."""
     return SaveStorageError(told) if names_storage_trouble(told) else SaveFailedError(told)
 
 
 def needs_more_than_a_fork(error: BaseException | None) -> bool:
-    """Pure: whether a load may have failed only for want of what a fork does not have.
+    """Pure: whether a load may have failed only because a fork lacks something that it needs.
 
     That is a device, the trainer's sockets and open files, its threads, and with them its process groups.
     """

@@ -12,11 +12,11 @@ words. A block's value is the sum of w_i · r_i modulo 2^64, where w_i is its i-
 `BLOCK` fixed odd weights. The fingerprint is the xxh3-128 of all block values in order, as 64-bit
 little-endian numbers, followed by the number of bytes, likewise.
 
-What a block value sees with certainty rests on one fact: a product is divisible by 2^64 only if its factors
-together hold 64 factors of two, and an odd weight holds none.
+What a block value detects with certainty rests on one fact: a product is divisible by 2^64 only if its
+factors together hold 64 factors of two, and an odd weight holds none.
 
 * *One changed word.* The value changes by d · r_i with 0 < |d| < 2^32, which holds at most 31 factors of two.
-  So any flipped bit is seen, and any number of them in one word.
+  So any flipped bit is detected, and any number of them in one word.
 * *Two different words swapped.* Inside a block the value changes by (w_a - w_b) · (r_i - r_j). The first
   factor holds at most 31 factors of two, the second at most 32, because the weights' low 33 bits differ
   pairwise: at most 63. Across two blocks, each of them has one changed word.
@@ -25,9 +25,9 @@ together hold 64 factors of two, and an odd weight holds none.
   differ pairwise *also up to their sign*: at most 31 + 32 again.
 
 Anything else (rows or blocks swapped, bytes shifted, torn, of another step) changes many words, and is missed
-as often as a sum of unrelated products happens to be 0: 2^-64 for each changed block. The worst is a change
-of nothing but the top bit of many words: it moves only the sum's upper 33 bits, the lowest of which says no
-more than whether their number is odd: 2^-32. The number of bytes tells a tail of zeros from none.
+as often as a sum of unrelated products happens to be 0: 2^-64 for each changed block. The worst case is a
+change of only the top bit of many words: it moves only the sum's upper 33 bits, the lowest of which says only
+whether their number is odd: 2^-32. The number of bytes distinguishes a tail of zeros from no tail.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ BLOCK = 4096
 """Words in a block: their weights fit the registers of one program on a GPU, and a CPU's first cache."""
 BLOCK_BYTES = 4 * BLOCK
 SMALL = 64 * 1024
-"""Up to so many bytes a tensor takes longer to look at than to hash; see `small_bytes`."""
+"""Up to this many bytes, a tensor takes longer to look at than to hash; see `small_bytes`."""
 ALIGNED = 16
 """Bytes a GPU reads at a time; a tensor at another address is read byte by byte."""
 
 _SEED = 0x686F6C6466617374
-"""Any that passes the test of the weights; changing it changes every fingerprint."""
+"""Any number that passes the test of the weights would do; changing it changes every fingerprint."""
 _U32, _U64 = "<u4", "<u8"
 _SLICE = 1024
-"""Blocks at a time where torch's own operations do it: 16 MiB, which need 48 MiB of device memory."""
+"""Blocks at a time when torch's own operations are used: 16 MiB, which need 48 MiB of device memory."""
 
 
 @cache
@@ -82,7 +82,7 @@ def weights() -> Words:
 
 
 def prepare_host() -> None:
-    """Pay now for what the first `m` fingerprint of bytes on the host costs: numpy, and the weights."""
+    """Pay now what the first `m` fingerprint of bytes on the host costs: numpy, and the weights."""
     weights()
 
 
@@ -101,7 +101,7 @@ class Hasher:
         self._length = 0
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """`data` is only looked at until this returns. Large ones are hashed without holding the GIL."""
+        """`data` is only looked at until this returns. Large data is hashed without holding the GIL."""
         whole = memoryview(data)
         if whole.nbytes == 0:
             return
@@ -134,7 +134,7 @@ class Hasher:
         return f"{self._kind}:{self._hash.hexdigest()}"
 
     def _blocks(self, view: memoryview, count: int) -> None:
-        """So many blocks, or one that is shorter: in one pass, without the GIL.
+        """Add `count` blocks, or one that is shorter: in one pass, without the GIL.
 
         numpy widens a few thousand words at a time and multiplies those: nothing leaves the core's cache.
         """
@@ -225,7 +225,7 @@ class _Device:
         self.weights = torch.from_numpy(table.view(np.int64).copy()).to(device)
         halves = np.concatenate([table.astype(np.uint32), (table >> np.uint64(32)).astype(np.uint32)])
         self.halves = torch.from_numpy(halves.view(np.int32)).to(device)
-        """The low halves of all weights, then the high halves: how the kernel wants them."""
+        """The low halves of all weights, then the high halves, as the kernel expects them."""
         self.launch: _Launch | None = None
         self.span = 1
         if device.type == "cuda":
@@ -240,7 +240,7 @@ class _Device:
     def without_kernel(self, device: torch.device, error: Exception) -> None:
         self.launch = None
         log.warning(
-            "fingerprints on %s are taken with torch's own operations, which is right but slow: "
+            "fingerprints on %s are taken with torch's own operations, which is correct but slow: "
             "the Triton kernel cannot be used (%s: %s)",
             device,
             type(error).__name__,
@@ -256,8 +256,8 @@ def _device(device: torch.device) -> _Device:
 class Tables:
     """Keeps the launch table of the tensors seen last on each device.
 
-    Whoever takes fingerprints of the same tensors again and again holds one of these: as long as addresses
-    and sizes stay what they were, `begin` then neither builds a table nor sends one to the device.
+    A caller that takes fingerprints of the same tensors again and again holds one of these: as long as
+    addresses and sizes stay the same, `begin` then neither builds a table nor sends one to the device.
     """
 
     def __init__(self) -> None:
@@ -292,20 +292,20 @@ class _Part(NamedTuple):
     """Where the tensors stand in the caller's list."""
     tensors: list[torch.Tensor]
     values: torch.Tensor
-    """Their block values, one tensor's after the other's."""
+    """Their block values, one tensor's after another's."""
     ready: torch.cuda.Event | None
     """When `values`, then on the host, are all there. None: `values` are still on the device."""
 
 
 class Pending:
-    """Fingerprints under way. Holds the tensors until `result`, so that their memory is not given away."""
+    """Fingerprints under way. Holds the tensors until `result`, so that their memory is not reused."""
 
     def __init__(self, found: list[str], parts: list[_Part]) -> None:
         self._found = found
         self._parts = parts
 
     def result(self) -> list[str]:
-        """Wait for the devices' part, and no longer; then the fingerprints, in the order of the tensors."""
+        """Wait for the devices' part, and no longer; returns the fingerprints in the order of the tensors."""
         for part in self._parts:
             if part.ready is not None:
                 part.ready.synchronize()
@@ -327,12 +327,12 @@ def begin(
 ) -> Pending:
     """Start taking the fingerprints of local tensors; `Pending.result` gives them.
 
-    Tensors on CUDA devices: everything is put on the *current* stream, in one launch a device, and nothing
-    is waited for. What that stream does to the tensors later, the fingerprints do not see. Tensors on the
+    Tensors on CUDA devices: everything is put on the *current* stream, in one launch per device, and nothing
+    is waited for. The fingerprints do not see what that stream does to the tensors later. Tensors on the
     CPU are hashed before this returns. Those that are not contiguous are copied first, on their device.
 
-    `kinds` asks for one kind each instead of each device's own, to compare with fingerprints from elsewhere;
-    kind "x" of a tensor on another device copies it to the host, and waits for that.
+    `kinds` asks for one kind per tensor instead of its device's own, to compare with fingerprints from
+    elsewhere; kind "x" of a tensor on another device copies it to the host, and waits for that.
     """
     found: list[str] = []
     members: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
@@ -398,7 +398,7 @@ def _launch(device: torch.device, tensors: list[torch.Tensor], tables: Tables) -
 
 
 def block_values(tensors: Sequence[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
-    """The block values of contiguous tensors, by torch's own operations. `table`: the weights, there too."""
+    """The block values of contiguous tensors, by torch's own operations. `table`: the weights, also there."""
     import torch
 
     found = [torch.empty(0, dtype=torch.int64, device=table.device)]
@@ -427,7 +427,7 @@ def of_live(tensor: torch.Tensor, kind: str) -> str:
 
 
 def prepare(device: torch.device) -> None:
-    """Pay now for what the first fingerprint on a device costs: the weights, and compiling the kernel."""
+    """Pay now what the first fingerprint on a device costs: the weights, and compiling the kernel."""
     import torch
 
     of_tensor(torch.zeros(2 * BLOCK + 1, dtype=torch.int32, device=device))
@@ -449,10 +449,10 @@ def _memory(size: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 def small_bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | None:
-    """A small tensor's memory on the host, if that is its elements in their order; None of any other.
+    """A small tensor's memory on the host, if that is its elements in their order; None for any other.
 
-    Valid for as long as the tensor is. With thousands of small tensors the usual way, by half a dozen views
-    of each, is what a save or a load takes longest for.
+    Valid for as long as the tensor is. With thousands of small tensors, the usual way, by half a dozen views
+    of each, would be the slowest part of a save or a load.
     """
     plain, parameter, strided = _plain()
     kind = type(tensor)
@@ -470,7 +470,7 @@ def small_bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | None:
 
 
 def small_memories(tensors: Sequence[torch.Tensor]) -> list[ctypes.Array[ctypes.c_char] | None]:
-    """`small_bytes` of tensors on the host. Where all are plain, nothing is asked of one alone."""
+    """`small_bytes` of tensors on the host. If all are plain, none is checked on its own."""
     plain, parameter, strided = _plain()
     if (
         tensors

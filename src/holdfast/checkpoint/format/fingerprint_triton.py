@@ -1,7 +1,7 @@
 """The block values of "m" fingerprints, on a CUDA device, for any number of tensors in one kernel launch.
 
-What a block value is, `fingerprint` defines; this module computes the same numbers at the speed of memory. It
-needs Triton, which comes with PyTorch's CUDA builds: importing this module fails where there is none.
+`fingerprint` defines what a block value is; this module computes the same numbers at the speed of memory. It
+needs Triton, which comes with PyTorch's CUDA builds: importing this module fails where Triton is missing.
 
 The programs of the launch are of two sorts. *Fast* ones take a run of whole blocks that starts at an address
 divisible by 16: they hold the weights in registers, read 16 bytes at a time, and ask for the next block
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
     warps: int = 8
     span: int = 16
-    """Blocks to a fast program, at most: what its weights are loaded for."""
+    """The most blocks of a fast program, which loads its weights once for all of them."""
     ahead: bool = True
     """Ask for the next block before summing up this one."""
 
@@ -44,7 +44,7 @@ _COMPLAINTS = (
     TypeError,
     ValueError,
 )
-"""What building a kernel may end in, where Triton, its compiler or the device are not what it expects."""
+"""What building a kernel may raise if Triton, its compiler or the device are not as it expects."""
 _PIECE = 512
 """Words a slow program takes at a time."""
 
@@ -61,7 +61,7 @@ def _kernel(
     """`table`: as `fingerprint.Rows` says. `weights`: the low halves of all of them, then the high halves.
 
     Two 32-bit tables and not one of 64 bits, because then words and weights lie in the threads in the same
-    order and nothing must be moved between threads.
+    order and nothing has to be moved between threads.
     """
     program = tl.program_id(0)
     row = table + program.to(tl.int64) * 3
@@ -115,7 +115,7 @@ def launch(
 ) -> None:
     """Put every block value that the table asks for into `values`, on the current device and stream.
 
-    Raises RuntimeError where Triton cannot build the kernel; nothing was started then.
+    Raises RuntimeError if Triton cannot build the kernel; then nothing was started.
     """
     if not len(table):
         return

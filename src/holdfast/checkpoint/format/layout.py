@@ -35,7 +35,7 @@ _PLACEHOLDER = b"step_000000000000-holdfastholdfast"
 
 
 SHARD_BYTES = 1 << 30
-"""A shard is closed once it has so many bytes, or MOST_SHARDS of them would not be enough for the rank."""
+"""A shard is closed at this many bytes, or at more if MOST_SHARDS of them would not hold the rank's."""
 MOST_SHARDS = 16
 
 
@@ -64,7 +64,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 class Layout(msgspec.Struct, frozen=True):
     """One rank's image: its shards, one after the other.
 
-    There are several where there is much to write, because a file system lets one writer at a time into a
+    There are several if there is much to write, because a file system lets only one writer at a time into a
     file.
     """
 
@@ -122,7 +122,7 @@ class Declared(msgspec.Struct, frozen=True):
 
 
 def table_digest(places: Iterable[tuple[int, int]]) -> str:
-    """Of (offset, length) pairs in the order in which they lie in the file."""
+    """The digest of (offset, length) pairs in the order in which they lie in the file."""
     packed = b"".join(
         offset.to_bytes(8, "little") + length.to_bytes(8, "little") for offset, length in places
     )
@@ -151,16 +151,16 @@ def torn(name: str) -> str:
 
 
 SMALL = 256 * 1024
-"""torch.save makes about 40 tiny writes an item; those below this size are gathered first."""
+"""torch.save makes about 40 tiny writes per item; those below this size are gathered first."""
 SLICE = 512 * 1024
-"""Digested at a time: the second digest finds the bytes of the first still in the processor's cache."""
+"""Bytes digested at a time: the second digest finds the bytes of the first still in the processor's cache."""
 WRITE_BACK = 8 * 1024 * 1024
-"""Written since the kernel was last told to start writing back."""
+"""Bytes written before the kernel is told again to start writing back."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 
 def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """sync_file_range(2), which `os` lacks; None where the C library does not have it."""
+    """sync_file_range(2), which `os` lacks; None if the C library does not have it."""
     try:
         function = ctypes.CDLL(None).sync_file_range
     except (OSError, AttributeError):
@@ -175,7 +175,7 @@ _sync_file_range = _find_sync_file_range()
 
 
 def start_write_back(fd: int, offset: int, length: int) -> None:
-    """Tell the kernel to start writing a range to disk; only a hint, so nobody looks at its result.
+    """Tell the kernel to start writing a range to disk; only a hint, so its result is ignored.
 
     fsync reports what the disk could not take, as always.
     """
@@ -261,7 +261,7 @@ class DigestingFile:
             self._chunk.update(piece)
 
     def _start_write_back(self) -> None:
-        """By the helper, because handing pages to the disk takes as long as digesting them."""
+        """The helper does it, because handing pages to the disk takes as long as digesting them."""
         if self._size - self._written_back >= WRITE_BACK:
             length = self._size - self._written_back
             self._helper.submit(start_write_back, self._fd, self._written_back, length)
@@ -281,14 +281,14 @@ class DigestingFile:
         )
 
 
-# Where a reader gets a shard's bytes from: a file in the checkpoint's directory, or another that has it.
+# Where a reader gets a shard's bytes from: a file in the checkpoint's directory, or wherever else it lies.
 #
-# Nothing here is believed: a reader compares every chunk with its digest, and asks for `another` source of
+# Nothing here is trusted: a reader compares every chunk with its digest, and asks for `another` source of
 # the same shard when they differ.
 
 
 READ_SLICE = 256 * 1024
-"""Read at a time, and digested while still in the processor's cache."""
+"""Bytes read at a time, and digested while still in the processor's cache."""
 
 
 class ShardSource(Protocol):
@@ -301,14 +301,14 @@ class ShardSource(Protocol):
     def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
         """Fill `view` from there; CheckpointError if that cannot be done.
 
-        `until`: up to where the next reads will go on, so that what is far away can be asked for ahead.
+        `until`: where the next reads will end, so that what is far away can be asked for ahead.
         """
 
     def in_place(self, offset: int, length: int) -> memoryview | None:
-        """The bytes where they lie, if they can be used there and stay as they are; None: read them."""
+        """The bytes where they lie, if they can be used there and stay unchanged; None: read them."""
 
     def another(self, why: str) -> bool:
-        """What was read is no good, and why: whether there is another source, which is read from now on."""
+        """What was read cannot be used, and why. Whether there is another source, to be read from now on."""
 
 
 OpenShard = Callable[[FileEntry], AbstractContextManager[ShardSource]]

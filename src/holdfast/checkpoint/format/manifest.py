@@ -38,7 +38,7 @@ class Reason(StrEnum):
     TRUNCATED = "truncated"
     """A file is shorter than listed."""
     ALTERED = "altered"
-    """A file has other bytes than were written, or more of them."""
+    """A file has bytes other than those written, or more of them."""
     NOT_A_FILE = "not-a-file"
     """A symlink, directory or device stands where a regular file should."""
     UNLISTED = "unlisted"
@@ -56,7 +56,7 @@ class Reason(StrEnum):
     INCOMPLETE = "incomplete"
     """The metadata promises data that is stored nowhere, or that the manifest does not account for."""
     NOT_FINITE = "not-finite"
-    """It holds values that are no numbers; looked for only where there are no digests."""
+    """It holds values that are not numbers; looked for only where there are no digests."""
     UNREADABLE = "unreadable"
     """The file system refused to give the bytes."""
 
@@ -73,10 +73,10 @@ class Problem(msgspec.Struct, frozen=True):
 
 # A checkpoint's identity, its directory's name, and where things lie under a checkpoint root.
 #
-# A step number does not identify a checkpoint: after a rollback the run reaches the same step again with
-# other state. The id does, and every rank derives the same one without talking to the others. It has 64 bits:
-# of as many saves as a fleet makes in years, no two have the same. Ids of older releases have 32; they are
-# read as they are, and no new one can be equal to one of them.
+# A step number does not identify a checkpoint: after a rollback the run reaches the same step again with a
+# different state. The id does, and every rank derives the same one without talking to the others. It has 64
+# bits: of as many saves as a fleet makes in years, no two have the same. Ids of older releases have 32; they
+# are read as they are, and no new one can be equal to one of them.
 
 
 MANIFEST = "holdfast.json"
@@ -112,7 +112,7 @@ def parse_name(name: str) -> CheckpointName | None:
 
 
 def saver_of(path: str) -> int | None:
-    """The rank that saved a shard, by its name; None if it is no shard's."""
+    """The rank that saved a shard, by its name; None if the name is not a shard's."""
     match = _SHARD.fullmatch(path)
     return int(match[1]) if match else None
 
@@ -194,15 +194,15 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     entries: Count = 0
     """How many tensors of it the DCP metadata lists."""
     is_global: bool | None = None
-    """Of the data position: whether it is one for all ranks, so that another number of ranks can take it up.
-    None if that is not known, or there is none."""
+    """For the data position: whether it is one for all ranks, so that another number of ranks can continue
+    from it. None if that is not known, or there is no position."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What was proven of this state at the first save of its structure by its attempt (see proof.py)."""
 
     step: int | None = None
-    """That save's; None if nobody tried."""
+    """That save's step; None if nobody tried to prove anything."""
     parts: dict[str, str] = {}
     """By part: `values`, `structure`, or `not proven: …`."""
     why_not: str = ""
@@ -250,7 +250,7 @@ def tied_words(tied: list[str]) -> str:
 
 
 OF_THE_JOB = "job"
-"""Said of counts that are all ranks' together."""
+"""Says of counts that they are all ranks' together."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,7 +307,7 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
 
 
 def decode(data: bytes) -> tuple[Manifest, str]:
-    """Parse and check a manifest; its digest."""
+    """Parse and check a manifest; returns it and its digest."""
     if not data.endswith(b"}\n"):
         raise ManifestError("it ends too early or is garbled")
     try:
@@ -364,7 +364,9 @@ def _check_paths(manifest: Manifest) -> None:
         end = 0
         for chunk in entry.chunks:
             if chunk.offset < end or chunk.offset + chunk.length > entry.size:
-                raise ManifestError(f"a chunk of {entry.path!r} lies outside the file or over another chunk")
+                raise ManifestError(
+                    f"a chunk of {entry.path!r} lies outside the file or overlaps another chunk"
+                )
             end = chunk.offset + chunk.length
     if METADATA not in seen:
         raise ManifestError("it does not list .metadata")

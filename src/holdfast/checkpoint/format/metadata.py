@@ -44,7 +44,7 @@ MAX_INT_BYTES = 9
 
 
 SLICE = 4096
-"""Opcodes between two looks at what they have piled up."""
+"""Opcodes between two checks of what they have piled up."""
 MAX_OPEN = 10_000
 """Values of one container that are not yet in it: picklers put them there a thousand at a time."""
 MAX_NESTED = 1_000
@@ -288,7 +288,7 @@ MAX_METADATA_BYTES = 256 * 1024 * 1024
 MAX_DIMENSIONS = 64
 MAX_NUMBER = 2**63 - 1
 MAX_OVERLAP_CHECKS = 200_000
-"""Pairs of chunks compared for one tensor before the overlap check is given up as too dear."""
+"""Pairs of chunks compared for one tensor before the overlap check is given up as too expensive."""
 
 Offsets = tuple[int, ...]
 StorageKey = tuple[str, Offsets | None]
@@ -384,7 +384,7 @@ VOCABULARY = Vocabulary(
 
 
 class _Restricted(pickle.Unpickler):
-    """Python's own, with no name but those that metadata consists of."""
+    """Python's own unpickler, for no names but those that metadata consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
         from holdfast.base import tolerant
@@ -422,7 +422,7 @@ def read(directory: Path) -> StoredMetadata:
 
 
 def parse(data: bytes) -> StoredMetadata:
-    """Check the bytes of a `.metadata` file and give what they say."""
+    """Check the bytes of a `.metadata` file and return what they say."""
     if len(data) > MAX_METADATA_BYTES:
         raise MetadataError(f"it has {len(data)} bytes; at most {MAX_METADATA_BYTES} are read")
     try:
@@ -434,7 +434,7 @@ def parse(data: bytes) -> StoredMetadata:
 
 
 # What was read is now only dictionaries, lists, tuples, numbers, texts, Records and Names, in any wrong
-# combination. Each function below takes anything and gives one checked thing.
+# combination. Each function below takes anything and returns one checked thing.
 
 
 def _fields(value: Any, cls: str, what: str) -> dict[Any, Any]:
@@ -505,7 +505,7 @@ def _tensor(value: Any, what: str) -> TensorEntry:
         offsets = _numbers(parts.get("offsets"), f"{what}: a chunk's offsets")
         sizes = _numbers(parts.get("sizes"), f"{what}: a chunk's sizes")
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise MetadataError(f"{what}: a chunk has another number of dimensions than the tensor")
+            raise MetadataError(f"{what}: a chunk does not have the tensor's number of dimensions")
         chunks.append((offsets, sizes))
     return TensorEntry(shape, dtype.name.removeprefix("torch."), chunks)
 

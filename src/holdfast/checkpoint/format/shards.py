@@ -1,11 +1,11 @@
 """A rank's shards in torch's own format: what surrounds a tensor's bytes, and writing them.
 
-A DCP shard holds one torch.save archive an item. With the archive's CRC left out, everything in it but the
-tensor's own bytes depends on nothing but dtype and shape. So a shard's whole layout, and with it DCP's
+A DCP shard holds one torch.save archive per item. With the archive's CRC left out, everything in it except
+the tensor's own bytes depends only on dtype and shape. So a shard's whole layout, and with it DCP's
 `.metadata`, is fixed when the save is planned; what remains to do for a save is to put bytes where they
 belong.
 
-Two things differ from what torch.save alone would write, and every reader of torch archives takes both:
+Two things differ from what torch.save alone would write, and every reader of torch archives accepts both:
 
 * no CRC-32: it costs more than the write, is never checked on read, and the digests replace it;
 * a zip comment fills each archive up to a multiple of 64 bytes, so that every tensor's bytes lie aligned in
@@ -64,7 +64,7 @@ class Frames:
 
 def make_frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> ArchiveFrame:
     """Let torch.save write a tensor of that kind, and keep everything but the tensor's bytes."""
-    tensor = torch.empty(sizes, dtype=dtype)  # its memory is never touched, so it is never really taken
+    tensor = torch.empty(sizes, dtype=dtype)  # its memory is never touched, so it is never really allocated
     capture = _Capture(tensor.data_ptr() if tensor.nbytes else 0, tensor.nbytes)
     with _without_crc():
         torch.save(tensor, cast("IO[bytes]", capture))
@@ -134,7 +134,7 @@ def _without_crc() -> Iterator[None]:
 def write_shards(
     directory: Path, plan: Plan, tensors: Sequence[torch.Tensor], prints: Sequence[str]
 ) -> list[FileEntry]:
-    """Write, digest and fsync; the files there are now, which is none for a rank with nothing to store."""
+    """Write, digest and fsync; returns the files, of which a rank with nothing to store has none."""
     return [_write_one(directory, plan, shard, tensors, prints) for shard in plan.layout.shards]
 
 
@@ -165,7 +165,7 @@ def check_size(item: Item, found: int) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own elements, contiguous, as plain bytes that say all by themselves; on its device.
+    """The tensor's own elements, contiguous, as plain bytes that need no flags to be read; on its device.
 
     A lazy conjugate or negative keeps its sign in a flag beside the bytes, unseen by a reader of the bytes.
     """

@@ -1,8 +1,8 @@
 """Whether a checkpoint directory holds what it says: by a cheap look, or byte by byte.
 
-Nothing here reads a shard, writes, or follows a link. A directory without a manifest (stock DCP) is checked
-for completeness by its `.metadata`. Whatever is wrong with a checkpoint becomes a `Problem`, never an
-exception.
+Nothing here writes or follows a link, and only `verify` reads shards. A directory without a manifest (stock
+DCP) is checked for completeness by its `.metadata`. Whatever is wrong with a checkpoint becomes a `Problem`,
+never an exception.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Inspection:
     size: int = 0
     """Bytes in the files that belong to the checkpoint, as found."""
     gone: str = ""
-    """It was taken away on purpose while it was looked at, which is no fault: when and why, in words."""
+    """It was deleted on purpose while it was looked at, which is not a fault: when and why, in words."""
 
     @property
     def sound(self) -> bool:
@@ -88,7 +88,7 @@ def checkpoints_under(root: Path) -> list[Path]:
 
 
 def check_structure(directory: Path, *, run: str | None = None, world: int | None = None) -> Inspection:
-    """The cheap check: manifest, names, sizes, file types, and that it is of this run and world size."""
+    """The cheap check: manifest, names, sizes, file types, and that run and world size are as expected."""
     inspection = Inspection(directory)
     found = _look(inspection)
     if found is None:
@@ -104,7 +104,7 @@ def check_structure(directory: Path, *, run: str | None = None, world: int | Non
 
 
 def _look(inspection: Inspection) -> dict[str, os.stat_result] | None:
-    """Top-level entries by name, not followed; None if the directory cannot be listed."""
+    """Top-level entries by name, links not followed; None if the directory cannot be listed."""
     found: dict[str, os.stat_result] = {}
     try:
         with os.scandir(inspection.directory) as entries:
@@ -173,7 +173,8 @@ def _check_identity(inspection: Inspection, manifest: Manifest, run: str | None,
     name = parse_name(inspection.directory.resolve().name)
     if name is not None and (name.step, name.id) != (manifest.step, manifest.id):
         claimed = f"step {manifest.step}, id {manifest.id}"
-        inspection.add(Reason.WRONG_NAME, ".", f"the manifest is of {claimed}; the directory is named {name}")
+        detail = f"the manifest is for {claimed}; the directory is named {name}"
+        inspection.add(Reason.WRONG_NAME, ".", detail)
     if run is not None and manifest.run != run:
         inspection.add(Reason.WRONG_RUN, MANIFEST, f"expected run {run}, found {escaped(manifest.run)}")
     if world is not None and manifest.world.size != world:
@@ -208,7 +209,7 @@ def _check_file(inspection: Inspection, entry: FileEntry, info: os.stat_result |
         inspection.add(Reason.EMPTY, path, detail)
     elif path == METADATA and inspection.manifest is not None and _parses(inspection):
         # A file cut short or garbled does not parse to its end: this is another save's metadata.
-        inspection.add(Reason.STALE_METADATA, path, f"{detail}; it is a valid one of other shards")
+        inspection.add(Reason.STALE_METADATA, path, f"{detail}; it is valid, but for other shards")
     elif info.st_size < size:
         inspection.add(Reason.TRUNCATED, path, detail)
     else:
@@ -271,8 +272,9 @@ def _check_without_manifest(
 # Whether a checkpoint's bytes are the ones that were saved. Never writes, never follows a link, no torch.
 #
 # `check_structure` looks at names, sizes and file types only. `verify` also reads every listed file and
-# compares its digest with the one taken when it was saved; only then are the bytes known. A directory without
-# a manifest (stock DCP) can be complete at best, and its inspection says that there are no digests.
+# compares its digest with the one taken when it was saved; only then are the bytes known to be right. A
+# directory without a manifest (stock DCP) can be complete at best, and its inspection says that there are no
+# digests.
 #
 # Both return an `Inspection` with every problem found, each with its own reason; neither raises for anything
 # that is wrong with a checkpoint.
@@ -312,7 +314,7 @@ def verify(
     broken = {problem.path for problem in inspection.problems}
     reader = _Reader(inspection, progress, cold=cold)
     for path in wanted:
-        # A file that is missing, short or no file at all has been named already.
+        # A file that is missing, short or not a file at all has been reported already.
         if path not in broken and reader.matches(entries[path]) and path == METADATA:
             _cross_check(inspection, inspection.manifest)
     return inspection
@@ -396,7 +398,7 @@ class _Reader:
 
 
 def bad_chunks(fd: int, entry: FileEntry, buffer: memoryview, start: int = 0) -> str:
-    """Which stored items are damaged, as far as the manifest has digests of them. It begins at `start`."""
+    """Which stored items are damaged, as far as the manifest has digests. The file begins at `start`."""
     bad: list[str] = []
     for chunk in entry.chunks:
         digest = xxhash.xxh3_128()

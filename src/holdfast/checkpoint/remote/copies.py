@@ -3,12 +3,12 @@
 ```
 <remote_root>/step_00000120-3fa9c1d2/__0_0.distcp …     every file of the checkpoint, byte for byte
 <remote_root>/step_00000120-3fa9c1d2/holdfast.json      the marker: written last, removed first
-<remote_root>/.standing/step_00000120-3fa9c1d2/…        what was judged of it, as it lies beside the root
+<remote_root>/.standing/step_00000120-3fa9c1d2/…        how it was judged, as it lies beside the root
 ```
 Guarantee: a copy counts when its marker is there, and the marker is there only when every file was stored
 whole and its bytes were confirmed, by the store's own checksum or by reading them back. Nothing is renamed. A
-push that is cut anywhere leaves a folder without a marker, which nothing takes for a checkpoint; the next one
-simply does it again.
+push that is cut anywhere leaves a folder without a marker, which nothing takes for a checkpoint; the next
+push simply does it again.
 
 No torch, and no fsspec before a remote is opened.
 """
@@ -76,7 +76,7 @@ START_SECONDS = 30.0
 """How long the check at a start may take."""
 
 Stop = Callable[[], None]
-"""Called between requests; raises if the job must end (the lease is lost, time is over)."""
+"""Called between requests; raises if the job must end (the lease is lost, time is up)."""
 Progress = Callable[[int], None]
 
 
@@ -90,7 +90,7 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     seconds: float
     already: bool = False
-    """The same copy was there; nothing was moved."""
+    """The same copy was there; nothing was transferred."""
     read_back: int = 0
     """Files whose bytes the store could not confirm by itself."""
     repeated: int = 0
@@ -98,7 +98,7 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_store(url: str) -> Store:
-    """The store behind a URL. Makes no request; an address that cannot work is refused with what to do."""
+    """The store behind a URL. Makes no request; an address that cannot work is refused, saying what to do."""
     named = f"{SETTING} = {mask(url)!r}"
     if wrong := wrong_address(url):
         raise ConfigError(f"{named}: {wrong}")
@@ -126,7 +126,7 @@ def open_store(url: str) -> Store:
 
 
 def open_remote(url: str, *, retry_seconds: float = 120.0) -> Remote:
-    """The remote behind a URL, with a budget of seconds for trying each operation again. Makes no request."""
+    """The remote behind a URL, with a budget of seconds for retrying each operation. Makes no request."""
     return Remote(open_store(url), Budget(seconds=retry_seconds))
 
 
@@ -135,7 +135,7 @@ def split_copy_url(url: str) -> tuple[str, CheckpointName]:
     parent, _, last = url.rstrip("/").rpartition("/")
     name = parse_name(last)
     if name is None or "://" not in parent:
-        raise UsageError(f"{url!r} names no remote checkpoint: it must end in /step_<step>-<id>")
+        raise UsageError(f"{url!r} does not name a remote checkpoint: it must end in /step_<step>-<id>")
     return parent, name
 
 
@@ -168,11 +168,11 @@ class Remote:
             finally:
                 self._store.remove([probe], tries)
         except FileNotFoundError as error:
-            raise RemoteRefusedError(f"{SETTING} = {self.url!r}: what was written cannot be found") from error
+            raise RemoteRefusedError(f"{SETTING} = {self.url!r}: what was written is not there") from error
         except RemoteError as error:
             raise type(error)(f"{SETTING} = {self.url!r} cannot be used: {error}") from error
         if found != data:
-            raise RemoteRefusedError(f"{SETTING} = {self.url!r}: other bytes came back than were written")
+            raise RemoteRefusedError(f"{SETTING} = {self.url!r}: bytes came back altered")
 
     def abort_uploads(self, ours: list[CheckpointName], before: float) -> list[str]:
         """Abort unfinished uploads to these checkpoints that began before `before`; never anybody else's."""
@@ -186,11 +186,11 @@ class Remote:
         return [name for name in self._folders(tries) if self._store.size(_marker(name), tries) is not None]
 
     def is_finished(self, name: CheckpointName) -> bool:
-        """Whether a copy has its marker; one that had it and has it no more is being deleted, or is gone."""
+        """Whether a copy has its marker; one that had it and has lost it is being deleted, or is gone."""
         return self._store.size(_marker(name), self._tries()) is not None
 
     def folders(self) -> list[CheckpointName]:
-        """Also what has no marker: copies that were never finished, or whose deletion was cut."""
+        """Those without a marker too: copies that were never finished, or whose deletion was cut."""
         return self._folders(self._tries())
 
     def _folders(self, tries: Retrier) -> list[CheckpointName]:
@@ -198,7 +198,7 @@ class Remote:
         return sorted((name for name in found if name is not None), reverse=True)
 
     def manifest(self, name: CheckpointName, deadline: float | None = None) -> tuple[Manifest, str, bytes]:
-        """The marker of a copy: manifest, its digest, its bytes. BadCopyError if it cannot be believed."""
+        """The marker of a copy: manifest, its digest, its bytes. BadCopyError if it cannot be trusted."""
         data = self._read_marker(name, self._tries(deadline))
         if data is None:
             raise self._bad(
@@ -218,7 +218,7 @@ class Remote:
         if size is None:
             return None
         if size > MAX_MANIFEST_BYTES:
-            raise self._bad(name, Reason.UNREADABLE_MANIFEST, MANIFEST, f"it has {size} bytes, too many")
+            raise self._bad(name, Reason.UNREADABLE_MANIFEST, MANIFEST, f"it has {size} bytes: too many")
         try:
             return b"".join(self._store.stream(_marker(name), size, tries))
         except FileNotFoundError:
@@ -230,7 +230,7 @@ class Remote:
     def download(
         self, name: CheckpointName, entry: FileEntry, deadline: float | None = None
     ) -> Iterator[bytes]:
-        """The bytes of one file, in order; at the end BadCopyError unless they are those that were saved."""
+        """The bytes of one file, in order; ends with BadCopyError unless they are those that were saved."""
         digest, read = xxhash.xxh3_128(), 0
         tries = self._tries(deadline)
         try:
@@ -272,7 +272,7 @@ class Remote:
             problems.append(Problem(Reason.UNLISTED, escaped(key), "the manifest does not list it"))
         return manifest, problems
 
-    # --- what was judged of them ----------------------------------------------------------------------------
+    # --- how they were judged -------------------------------------------------------------------------------
 
     def judged(self) -> list[CheckpointName]:
         """Checkpoints that have records of their standing here."""
@@ -281,13 +281,13 @@ class Remote:
         return sorted(name for name in found if name is not None)
 
     def standing(self, name: CheckpointName) -> Standing:
-        """What was judged of it, by the names of the records here; COMMITTED if nothing was."""
+        """How it was judged, by the names of the records here; COMMITTED if it was not."""
         keys = self._store.keys(f"{BESIDE}/{name}", self._tries())
         word = newest(words_in((key.rpartition("/")[2] for key in keys), Path(BESIDE)))
         return word.standing if word is not None else Standing.COMMITTED
 
     def pull_standing(self, name: CheckpointName, book: RootBook, deadline: float | None = None) -> int:
-        """Bring the records of a checkpoint's standing here; how many there are. What is here stays."""
+        """Copy the records of a checkpoint's standing to `book`, which keeps its own; returns how many."""
         tries = self._tries(deadline)
         under = f"{BESIDE}/{name}"
         found = self._store.keys(under, tries)
@@ -303,7 +303,7 @@ class Remote:
         return len(found)
 
     def push_standing(self, name: CheckpointName, book: RootBook, *, stop: Stop = _never) -> int:
-        """Copy the records beside a checkpoint that are not there yet; how many were."""
+        """Copy to the remote the records beside a checkpoint that it lacks; returns how many it lacked."""
         tries = self._tries()
         under = f"{BESIDE}/{name}"
         there = self._store.keys(under, tries)
@@ -344,7 +344,7 @@ class Remote:
                 read_back += 1
                 if self._read_marker(name, tries) != data:
                     self._store.remove([_marker(name)], tries)
-                    raise self._bad(name, Reason.ALTERED, MANIFEST, "other bytes came back than were written")
+                    raise self._bad(name, Reason.ALTERED, MANIFEST, "the bytes that came back differ")
         return Copied(
             bytes=len(data) + sum(entry.size for entry in manifest.files),
             seconds=time.monotonic() - started,
@@ -371,7 +371,7 @@ class Remote:
     def _push_file(
         self, directory: Path, name: CheckpointName, entry: FileEntry, tries: Retrier, stop: Stop
     ) -> int:
-        """Store one file; 1 if it had to be read back."""
+        """Store one file; returns 1 if it had to be read back, else 0."""
         key = f"{name}/{entry.path}"
         confirmed = self._store.upload(key, _local_parts(directory, entry, tries, stop), entry.size, tries)
         size = self._store.size(key, tries)
@@ -383,7 +383,7 @@ class Remote:
         return 0 if confirmed else 1
 
     def delete(self, name: CheckpointName, *, stop: Stop = _never) -> int:
-        """Delete a copy, its marker first; the number of objects that were there."""
+        """Delete a copy, its marker first; returns the number of objects that were there."""
         tries = self._tries()
         stop()
         had_marker = self._store.size(_marker(name), tries) is not None
@@ -412,7 +412,7 @@ def _local_manifest(directory: Path, name: CheckpointName, expected: str) -> tup
 
 
 def _local_parts(directory: Path, entry: FileEntry, tries: Retrier, stop: Stop) -> Iterator[bytes]:
-    """A local file in parts, digested on the way. The last part comes only if the whole is what was saved."""
+    """A local file in parts, digested on the way. The last part comes only if all of it is what was saved."""
     path = directory / entry.path
     step = part_size(entry.size)
     digest, left = xxhash.xxh3_128(), entry.size
@@ -463,10 +463,10 @@ def _read_exactly(fd: int, count: int, path: Path) -> bytes:
 
 # From a remote copy back to an ordinary local checkpoint.
 #
-# Guarantee: nothing local changes unless every byte that came is what was saved. A copy is downloaded into
+# Guarantee: nothing local changes unless every byte that arrived is what was saved. A copy is downloaded into
 # the staging directory, each file digested on its way and fsynced, and then committed as a save is: by one
 # rename, under the fence. A local directory of the same name is moved aside first, into `.quarantine`, in the
-# same guard; it is kept for a look, and only the newest such one.
+# same guard; it is kept for inspection, and only the newest one is.
 #
 # A cut before the rename leaves something in staging that the next attempt sweeps. The remote copy stays.
 
@@ -480,7 +480,7 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     copied: Copied
     quarantine: Path | None = None
-    """Where the local directory went that this copy replaced."""
+    """Where the local directory that this copy replaced went."""
 
 
 def pull(
@@ -495,7 +495,8 @@ def pull(
 ) -> Pulled:
     """Make `<root>/<name>` from its remote copy. `expected`: the manifest digest that the run remembers.
 
-    BadCopyError: the copy is not what was saved. RemoteError: it cannot be had. OSError: no room for it here.
+    BadCopyError: the copy is not what was saved. RemoteError: it cannot be fetched. OSError: no room for it
+    here.
     """
     started = time.monotonic()
     manifest, digest, data = remote.manifest(name, deadline)
@@ -572,7 +573,7 @@ def _forget_older(root: CheckpointRoot, newest: Path | None) -> None:
 
 
 def pull_standing_of(url: str, root: CheckpointRoot, *, timeout: float, retry_seconds: float) -> Path:
-    """Bring only what was judged of the checkpoint that a URL names; where that checkpoint would come to."""
+    """Fetch only the standing of the checkpoint that a URL names; returns where that one would be put."""
     parent, name = split_copy_url(url)
     place = CheckpointRoot(root.path / IMPORTED)
     try:
@@ -580,8 +581,8 @@ def pull_standing_of(url: str, root: CheckpointRoot, *, timeout: float, retry_se
         remote.pull_standing(name, RootBook(place.path), time.monotonic() + timeout)
     except (RemoteError, OSError) as error:
         raise UsageError(
-            f"checkpoint.resume_from = {url!r} cannot be used: what was judged of it cannot be read, which "
-            f"counts as a condemnation; set checkpoint.force to go on without ({error})"
+            f"checkpoint.resume_from = {url!r} cannot be used: its standing cannot be read, which counts as "
+            f"condemned; set checkpoint.force to go on without it ({error})"
         ) from error
     return place.committed(name)
 
@@ -597,7 +598,7 @@ def pull_named(
 ) -> Path:
     """The checkpoint that `checkpoint.resume_from` names by URL, as a local directory under `imported`.
 
-    One that an earlier start brought here, whole by its sizes, is used as it is: loading verifies it.
+    One that an earlier start fetched, complete by its sizes, is used as it is: loading verifies it.
     """
     parent, name = split_copy_url(url)
     remote = open_remote(parent, retry_seconds=retry_seconds)

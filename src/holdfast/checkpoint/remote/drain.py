@@ -1,18 +1,18 @@
 """Copying committed checkpoints to the remote, beside training: the trainer's side, and the process for it.
 
 Guarantee: `push`, `delete` and `poll` never block, whatever the remote or the drain process does. The work is
-done by a process of its own (`-m` this module), in a session of its own, so that it outlives its trainer and
-cannot slow the loop. If it dies it is replaced, a few times, and told again what it had not answered for.
-What is lost all the same, the next start makes up for.
+done by a separate process (`-m` this module), in a session of its own, so that it outlives its trainer and
+cannot slow the loop. If it dies it is replaced, a few times, and the new one is given the jobs that the old
+one had not answered. The next start makes up for what is lost all the same.
 
-Guarantee of the process: what it was told is done or its failure is in the journal, in bounded time. It goes
-on after its trainer's death with what it was told, for at most `linger` seconds, and stops, leaving the rest
-to the next attempt, when a newer one holds the run. At its start it makes up for what earlier attempts could
-not do any more: uploads they left are aborted, checkpoints they committed are copied, copies given up are
+Guarantee of the process: every job it was given is done, or its failure is in the journal, in bounded time.
+After its trainer's death it continues with these jobs for at most `linger` seconds; when a newer attempt
+holds the run it stops, and leaves the rest to that one. At its start it makes up for what earlier attempts
+could no longer do: uploads they left are aborted, checkpoints they committed are copied, copies given up are
 deleted.
 
-It acts under its attempt's epoch: the fence is asked before every file, part and marker. (The fence's lock is
-not held during a request, since a slow remote would then hold up the trainer's own commits. What a cut-off
+It acts under its attempt's epoch: the fence is checked before every file, part and marker. (The fence's lock
+is not held during a request, since a slow remote would then hold up the trainer's own commits. What a cut-off
 process can do in between is harmless: every object is whole, and the same bytes for the same name.)
 """
 
@@ -63,9 +63,9 @@ class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     attempt: int
     retry_seconds: float
-    """Budget for trying one request again."""
+    """Budget for retrying one request."""
     linger: float
-    """Seconds for which it goes on with what it was told after its trainer has died or has left."""
+    """Seconds for which it continues with its jobs after its trainer has died or left."""
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
@@ -186,15 +186,15 @@ class Drain:
         return outcomes
 
     def close(self, timeout: float) -> list[Outcome]:
-        """Say that nothing more will come, and wait for the rest; what is not done by then goes on alone."""
+        """Say that nothing more will come, and wait for the rest; what is not done then continues alone."""
         deadline = time.monotonic() + timeout
         outcomes = self.poll()
-        told, line = False, LiveLine()
+        said, line = False, LiveLine()
         while self._child is not None and self._child.code is None:
             self._send()
-            if not told and not self._unsent and self._line is not None:
+            if not said and not self._unsent and self._line is not None:
                 with contextlib.suppress(Gone):
-                    told = self._line.send(Finish())
+                    said = self._line.send(Finish())
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -209,8 +209,9 @@ class Drain:
         outcomes += self._receive()
         if self.waiting and not self._given_up:
             self._warn(
-                f"{self.waiting} jobs for {self._order.url} are not done after {timeout:g} s; the drain "
-                f"process goes on, at most {self._order.linger:g} s, and the next start makes up for the rest"
+                f"{self.waiting} jobs for {self._order.url} are not done after {timeout:g} s. "
+                f"The drain process goes on for at most {self._order.linger:g} s, "
+                "and the next start makes up for the rest"
             )
         self._hang_up()
         self._given_up = True
@@ -246,7 +247,7 @@ class Drain:
         return outcomes
 
     def _in_words(self, outcome: Outcome) -> str:
-        """What came of a job that failed, and what that means."""
+        """How a job failed, and what that means."""
         url, name = self._order.url, parse_name(outcome.name)
         which = f"the checkpoint at step {name.step} ({outcome.name})" if name else outcome.name
         if outcome.job != "push":
@@ -272,7 +273,7 @@ class Drain:
         self._child = None
         self._unsent.extendleft(reversed(self._unanswered.values()))
         self._unanswered.clear()
-        if code == 0:  # it ended on purpose, because a newer attempt holds the run; the journal has its word
+        if code == 0:  # it ended on purpose, because a newer attempt holds the run; the journal says so
             self._given_up = True
         if self._given_up:
             return
@@ -280,7 +281,7 @@ class Drain:
             self._given_up = True
             self._warn(
                 f"the drain process ended {self._replaced + 1} times (code {code}, see {self._log}); "
-                f"nothing more is copied to {self._order.url} before the next start"
+                f"nothing more is copied to {self._order.url} until the next start"
             )
             return
         self._replaced += 1
@@ -302,11 +303,11 @@ def _key(job: Push | Delete) -> tuple[str, str]:
 # --- the process --------------------------------------------------------------------------------------------
 
 IDLE_LOOK = 0.5
-"""Seconds between looks at whether the trainer is still there."""
+"""Seconds between checks of whether the trainer is still there."""
 GRACE = 2.0
 """Seconds beyond its time after which the process ends even in the middle of a request."""
 LONGEST = 15_000
-"""Characters of what went wrong that the trainer is told: one packet takes them, whichever they are."""
+"""Most characters of a problem that the trainer is told: one packet holds them, whichever they are."""
 
 
 class DrainProcess:
@@ -321,7 +322,7 @@ class DrainProcess:
         self._remote: Remote = open_remote(order.url, retry_seconds=order.retry_seconds)
         self._jobs: collections.deque[Push | Delete] = collections.deque()
         self._later: list[Push | Delete] = []
-        """Jobs that failed for want of the store; tried again once it is seen to work."""
+        """Jobs that failed because the store was unavailable; tried again once it is seen to work."""
         self._unsaid: collections.deque[Outcome] = collections.deque()
         """Outcomes for which there was no room in the trainer's inbox."""
         self._judged: dict[str, set[str]] = {}
@@ -346,11 +347,11 @@ class DrainProcess:
         except LeaseLostError as error:
             left = len(self._jobs) + len(self._later)
             self._journal.write(
-                Warned(message=f"the drain process ends, {left} jobs left to others: {error}")
+                Warned(message=f"the drain process ends, leaving {left} jobs to others: {error}")
             )
         except _OutOfTimeError:
             left = len(self._jobs) + len(self._later)
-            text = f"the drain process ends after its time; one job was cut and {left} more are not done"
+            text = f"the drain process has run out of time; one job was cut and {left} more are not done"
             self._journal.write(Warned(message=f"{text}; the next start makes up for them"))
 
     # --- what the trainer says ------------------------------------------------------------------------------
@@ -374,12 +375,12 @@ class DrainProcess:
             if isinstance(message, Finish):
                 self._leave_behind()
             elif message is not None:
-                if message not in self._jobs:  # it may have been found missing before its order came
+                if message not in self._jobs:  # `_make_up` may have found it missing before its order came
                     self._jobs.append(message)
                 wait = False
 
     def _leave_behind(self) -> None:
-        """Nothing more will come, be it that the trainer is done or that it is dead."""
+        """Nothing more will come, because the trainer is done or dead."""
         if not self._last_message:
             self._last_message = True
             self._ends = time.monotonic() + self._order.linger
@@ -393,13 +394,13 @@ class DrainProcess:
             raise _OutOfTimeError
 
     def _keep_time(self) -> None:
-        """A request may hang for longer than this process may live."""
+        """End this process in time: a request may hang for longer than it may live."""
         while True:
             time.sleep(IDLE_LOOK)
             if os.getppid() != self._parent:
                 self._leave_behind()
             if self._ends is not None and time.monotonic() >= self._ends + GRACE:
-                text = "the drain process ends after its time, in the middle of a request"
+                text = "the drain process has run out of time in the middle of a request"
                 self._journal.write(Warned(message=f"{text}; the next start makes up for what is not done"))
                 os._exit(1)
 
@@ -440,7 +441,7 @@ class DrainProcess:
                 if self._last_message and self._jobs:
                     text = f"{len(self._jobs)} more jobs for {self._remote.url} are left to the next start"
                     self._journal.write(Warned(message=text))
-                    self._jobs.clear()  # each would wait for the same store, and somebody may wait for us
+                    self._jobs.clear()  # each would wait for that store, and somebody may be waiting for us
             outcome = Outcome(job=kind, name=str(name), problem=str(error)[:LONGEST])
             self._tell_failure(kind, name, error)
         else:
@@ -484,11 +485,11 @@ class DrainProcess:
         return Outcome(job="push", name=str(name), bytes=copied.bytes, seconds=copied.seconds)
 
     def _push_standings(self) -> None:
-        """What was judged of checkpoints goes where their copies are."""
+        """Copy the standings of checkpoints to where their copies are."""
         book = RootBook(self._root.path)
         try:
-            here = {one: set(book.files(one)) for one in book.names()}
-            new = [one for one, files in here.items() if files - self._judged.get(one, set())]
+            here = {entry: set(book.files(entry)) for entry in book.names()}
+            new = [entry for entry, files in here.items() if files - self._judged.get(entry, set())]
             there = {str(name) for name in self._remote.names()} if new else set()
             for name in map(parse_name, sorted(there.intersection(new))):
                 assert name is not None
@@ -497,9 +498,7 @@ class DrainProcess:
         except (LeaseLostError, _OutOfTimeError):
             raise
         except (HoldfastError, OSError) as error:
-            text = (
-                f"what was judged of checkpoints is not in {self._remote.url} yet; it is tried again: {error}"
-            )
+            text = f"standings of checkpoints are not in {self._remote.url} yet; this is tried again: {error}"
             if text != self._told:
                 self._told = text
                 self._journal.write(Warned(message=text))
@@ -555,7 +554,7 @@ class DrainProcess:
                 here = self._root.committed(name).is_dir()
                 if here and name not in there and str(name) not in waiting:
                     self._jobs.append(Push(str(name)))
-            # Of a deletion that was cut, only the records of its standing may be left.
+            # A deletion that was cut may have left only the records of the standing.
             for name in sorted({*self._remote.folders(), *self._remote.judged()}, reverse=True):
                 gone = name in known and name in deleted and not self._root.committed(name).is_dir()
                 if gone and str(name) not in waiting:

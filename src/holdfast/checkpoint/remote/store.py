@@ -1,16 +1,15 @@
-"""Where remote copies lie: a store of objects under one URL (S3, a directory, what else fsspec opens), tried
-again within a budget.
+"""Where remote copies lie: objects under one URL (S3, a directory, whatever fsspec opens), with retries.
 
 What the rest relies on: an object appears whole or not at all, under its final name, and is never renamed;
-`upload` says whether the store itself confirmed the bytes by a checksum of its own; if not, whoever uploads
+`upload` says whether the store itself confirmed the bytes by a checksum of its own; if not, the uploader
 reads them back.
 
-Stores: `s3://` (through s3fs), `file://` (with fsync), and what else fsspec opens (read back).
+Stores: `s3://` (through s3fs), `file://` (with fsync), and whatever else fsspec opens (read back).
 
 On S3, every request that carries bytes carries their MD5, which the server compares before it accepts them,
 and its answer names what it stored (the ETag). This must agree with what was sent, part by part, and again
 for the assembled object. Where an ETag is not an MD5 (encryption with KMS keys), the bytes are not confirmed
-and get read back. s3fs's own repetitions are turned off: how often and how long is decided here alone.
+and get read back. s3fs's own retries are turned off: how often and how long to retry is decided here alone.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from holdfast.base import entries, escaped, fsync_dir, make_dirs, unlink
 from holdfast.checkpoint.format import Problem
 from holdfast.errors import CheckpointError, ExitCode, HoldfastError
 
-# Trying again, within a budget, what an object store did not do at the first try.
+# Retrying, within a budget, what an object store did not do at the first attempt.
 #
 # Guarantee: an operation is tried again only if the failure is one that time may cure (a busy or restarting
 # server, a lost connection, a part damaged on its way), with growing, jittered waits, and never beyond its
-# budget of attempts and seconds or the deadline of the whole job. All else fails at once, with what to do.
+# budget of attempts and seconds or the deadline of the whole job. All else fails at once, saying what to do.
 
 
 T = TypeVar("T")
@@ -58,7 +57,7 @@ class RemoteRefusedError(RemoteError):
 
 
 class RemoteUnavailableError(RemoteError):
-    """The store still failed when the budget for trying again was spent."""
+    """The store still failed when the budget for retries was spent."""
 
 
 class BadCopyError(RemoteError, CheckpointError):
@@ -101,7 +100,7 @@ class Retrier:
     def check(self, what: str) -> None:
         """Raise if the whole job is out of time."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            raise RemoteUnavailableError(f"cannot {what}: the time for this was over")
+            raise RemoteUnavailableError(f"cannot {what}: the time for this is over")
 
     def __call__(self, what: str, call: Callable[[], T]) -> T:
         end = time.monotonic() + self._budget.seconds
@@ -204,7 +203,7 @@ def is_absent(error: BaseException) -> bool:
 
 
 def explain(error: Exception) -> str:
-    """What went wrong, in one line, with what to do where that is known."""
+    """What went wrong, in one line, and what to do, where that is known."""
     code, status = _response(error)
     name = type(error).__name__
     text = escaped(" ".join(str(error).split()) or name, 400)
@@ -227,22 +226,22 @@ def explain(error: Exception) -> str:
 
 
 PART = 16 * 1024 * 1024
-"""Bytes that travel in one request. Larger files than 10,000 of these get larger parts."""
+"""Bytes that travel in one request. Files larger than 10,000 of these get larger parts."""
 IN_FLIGHT = 4
-"""Requests at a time. So at most so many parts are in memory, however large a checkpoint is."""
+"""Requests at a time, and so the most parts in memory, however large a checkpoint is."""
 MOST_PARTS = 10_000
 UPLOADS = ".uploads"
 """Where a directory keeps what is not whole yet; an object store has a place of its own for that."""
 
 
 def part_size(size: int) -> int:
-    """Bytes a part for a file of this size: whole MiB, so many that a multipart upload can hold the file."""
+    """Bytes per part for a file of this size: whole MiB, enough for a multipart upload to hold the file."""
     least = -(-size // MOST_PARTS)
     return PART if least <= PART else -(-least // 2**20) * 2**20
 
 
 class Store(ABC):
-    """Objects under `url`; keys are relative to it, with slashes. Every call is tried again by `tries`."""
+    """Objects under `url`; keys are relative to it, with slashes. Every call is retried by `tries`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -482,7 +481,7 @@ class FsspecStore(Store):
 
 
 def or_absent(key: str, tries: Retrier, what: str, call: Any) -> bytes:
-    """Make a read; that the object is not there is an answer, not a refusal."""
+    """Make a read; an absent object is an answer, not a refusal."""
     absent: list[bytes] = []
 
     def attempt() -> bytes:
