@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
-from holdfast.checkpoint.choose.load import reshard
+from holdfast.checkpoint.choose.sharing import reshard
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.errors import IncompleteStateError, UsageError
 from holdfast.journal.events import RunFinished
@@ -72,6 +72,9 @@ def test_on_another_number_of_ranks_every_sample_is_seen_once(
         assert all(one.samples == 12 * one.step for one in finished)
 
 
+KINDS = {"schedule": "object"}
+
+
 def blob(samples: int = 0, *, schedule: object = 1, position: dict[str, Any] | None = None) -> dict[str, Any]:
     counters = {"step": 5, "samples": samples, "tokens": 3 * samples}
     return {"tracked": {"schedule": schedule}, "own": {"counters": counters, "data": position, "rng": {}}}
@@ -80,7 +83,9 @@ def blob(samples: int = 0, *, schedule: object = 1, position: dict[str, Any] | N
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(1, 8))
 def test_totals_are_kept_and_seeds_differ(samples: list[int], world: int) -> None:
     blobs = [blob(count) for count in samples]
-    shares = [reshard(blobs, run="r", step=5, rank=rank, world=world)[1] for rank in range(world)]
+    shares = [
+        reshard(blobs, run="r", step=5, rank=rank, world=world, kinds=KINDS).own for rank in range(world)
+    ]
     assert sum(share["counters"]["samples"] for share in shares) == sum(samples)
     assert sum(share["counters"]["tokens"] for share in shares) == 3 * sum(samples)
     assert len({share["rng"]["seed"] for share in shares}) == world
@@ -88,16 +93,23 @@ def test_totals_are_kept_and_seeds_differ(samples: list[int], world: int) -> Non
 
 def test_state_that_differs_between_ranks_is_refused_by_name() -> None:
     with pytest.raises(IncompleteStateError, match=r"schedule\.lr differs between ranks 0 and 1"):
-        reshard([blob(schedule={"lr": 1}), blob(schedule={"lr": 2})], run="r", step=5, rank=0, world=4)
+        reshard(
+            [blob(schedule={"lr": 1}), blob(schedule={"lr": 2})],
+            run="r",
+            step=5,
+            rank=0,
+            world=4,
+            kinds=KINDS,
+        )
 
 
 def test_a_position_that_is_not_global_is_refused() -> None:
     own = {"is_global": False, "loader": None}
     with pytest.raises(IncompleteStateError, match="cannot be shared out to 4"):
-        reshard([blob(position=own), blob(position=own)], run="r", step=5, rank=0, world=4)
+        reshard([blob(position=own), blob(position=own)], run="r", step=5, rank=0, world=4, kinds=KINDS)
     far = [blob(position={"is_global": True, "loader": {"batch": n}}) for n in (1, 2)]
     with pytest.raises(IncompleteStateError, match="positions differ"):
-        reshard(far, run="r", step=5, rank=0, world=4)
+        reshard(far, run="r", step=5, rank=0, world=4, kinds=KINDS)
 
 
 @given(st.integers(1, 20), st.integers(1, 6), st.data())

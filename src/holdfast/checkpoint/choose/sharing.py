@@ -35,7 +35,7 @@ def reshard(
     step: int,
     rank: int,
     world: int,
-    kinds: Mapping[str, str] | None = None,
+    kinds: Mapping[str, str],
     names: Mapping[str, Collection[str]] | None = None,
     generators: Collection[str] = (),
 ) -> Shared:
@@ -45,7 +45,7 @@ def reshard(
     optimizers, and which of its parts are `generators`.
     """
     was = len(blobs)
-    kinds, names = kinds or {}, names or {}
+    names = names or {}
     tracked: dict[str, Any] = {}
     every: list[str] = []
     taken: set[str] = set()

@@ -1,0 +1,263 @@
+"""Tensors that differ between ranks: declared as parts of larger ones, or kept for each rank and refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+import holdfast
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.state.pieces import Division, Piece
+from holdfast.errors import IncompleteStateError, UsageError
+from kit.ranks.together import together
+from kit.tiny import checkpoints
+
+LOWEST = "lowest"
+
+
+class Experts(nn.Module):
+    """Some experts of a larger number, as one plain tensor, and a router that all ranks have alike."""
+
+    def __init__(self, first: int, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(first, first + count).float().repeat(3, 1).T.clone())
+        self.router = nn.Parameter(torch.full((2,), 7.0))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.square().sum() + self.router.sum()
+
+
+def _step(run: holdfast.Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    run.begin_step()
+    model().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.end_step()
+
+
+def _trained(
+    run_dir: Path, shares: list[int], rank: int, layout: Any, steps: int, until: int
+) -> dict[str, Any]:
+    """Train up to a step; this rank's experts and their momentum, before the first step and at the end."""
+    first = sum(shares[:rank])
+    model = Experts(first, shares[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0)
+    run.track(model=model, optimizer=optimizer, layout=layout)
+    done = run.start()
+    assert done == steps
+    before = model.weight.tolist()
+    while run.step < until:
+        _step(run, model, optimizer)
+    run.finish()
+    return {
+        "before": before,
+        "after": model.weight.tolist(),
+        "momentum": optimizer.state[model.weight]["momentum_buffer"].tolist(),
+        "router": model.router.tolist(),
+    }
+
+
+def _whole(found: list[dict[str, Any]], what: str) -> list[list[float]]:
+    return [row for one in found for row in one[what]]
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_declared_experts_go_to_any_number_of_ranks(tmp_path: Path, uneven: bool) -> None:
+    """Experts on 2 ranks, of which each has its own under the same name, are the same experts on 3 and on 1."""
+    run_dir = tmp_path / "run"
+
+    def on(shares: list[int], steps: int, until: int) -> list[dict[str, Any]]:
+        place = tmp_path / f"on{len(shares)}to{until}"
+        place.mkdir()
+
+        def work(rank: int) -> dict[str, Any]:
+            layout = {"model.weight": holdfast.Split(dist.group.WORLD, 0)}
+            return _trained(run_dir, shares, rank, layout, steps, until)
+
+        return together(place, len(shares), work)
+
+    two = on([4, 2] if uneven else [3, 3], 0, 2)
+    three = on([1, 3, 2] if uneven else [2, 2, 2], 2, 3)
+    assert _whole(three, "before") == _whole(two, "after")
+    one = on([6], 3, 4)
+    assert one[0]["before"] == _whole(three, "after")
+    assert one[0]["router"] == [7.0 - 0.125 * sum((1, 1.5, 1.75, 1.875))] * 2
+    alone = Experts(0, 6)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.125, momentum=0.5)
+    for _ in range(4):
+        alone().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert one[0]["after"] == alone.weight.tolist()
+    assert one[0]["momentum"] == optimizer.state[alone.weight]["momentum_buffer"].tolist()
+    assert [manifests.read(path)[0].world.tied for path in checkpoints(run_dir)] == [[], [], []]
+
+
+def test_what_is_not_declared_is_refused_by_name_at_another_number_of_ranks(tmp_path: Path) -> None:
+    """Experts 100 and 101 came back as 100 on all three ranks of another world size, without an error."""
+
+    def work(rank: int) -> str:
+        model = nn.Linear(2, 2, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(100 + rank)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model)
+        if dist.get_world_size() == 3:
+            with pytest.raises(IncompleteStateError) as refused:
+                run.start()
+            assert model.weight.tolist() == [[100.0 + rank] * 2] * 2
+            run.close()
+            return str(refused.value)
+        if run.start():
+            return str(model.weight[0, 0].item())
+        run.begin_step()
+        run.end_step()
+        run.finish()
+        return ""
+
+    for number, world in enumerate((2, 3, 2)):
+        (tmp_path / str(number)).mkdir()
+        found = together(tmp_path / str(number), world, work)
+        if world == 3:
+            for told in found:
+                assert (
+                    "model.weight differs between the 2 ranks that saved it: rank 1 has one of its own"
+                    in told
+                )
+                assert "Resume with 2 ranks" in told
+    assert found == ["100.0", "101.0"]
+    (saved,) = checkpoints(tmp_path / "run")
+    assert manifests.read(saved)[0].world.tied == ["model.weight"]
+
+
+def test_the_lowest_ranks_is_taken_where_that_is_declared_or_ddp_does_so_itself(tmp_path: Path) -> None:
+    """Running statistics: DDP hands rank 0's to all before each forward; elsewhere it must be said."""
+
+    def work(rank: int) -> list[float]:
+        declared, wrapped = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        ddp = nn.parallel.DistributedDataParallel(wrapped)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(declared=declared, wrapped=wrapped, layout={"declared.running_*": LOWEST})
+        if not run.start():
+            run.begin_step()
+            x = torch.full((4, 2), float(rank)) + torch.arange(8.0).view(4, 2)
+            (declared(x) + ddp(x)).sum().backward()
+            for parameter in (*declared.parameters(), *wrapped.parameters()):
+                parameter.grad = None
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        return [*declared.running_mean.tolist(), *wrapped.running_mean.tolist()]
+
+    found = []
+    for world in (2, 3):
+        (tmp_path / str(world)).mkdir()
+        found.append(together(tmp_path / str(world), world, work))
+    assert found[0][0] != found[0][1]
+    assert found[1] == [found[0][0]] * 3
+
+
+def test_a_mesh_says_how_parts_lie_and_the_manifest_says_the_mesh(tmp_path: Path) -> None:
+    """Two dimensions of the mesh cut two dimensions of the tensor; the third rank of four is known by place."""
+
+    def work(rank: int) -> list[list[int]]:
+        whole = torch.arange(24.0).view(4, 6)
+        shape = (2, 2) if dist.get_world_size() == 4 else (1, 3)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        row, column = mesh.get_coordinate() or (0, 0)
+        part = whole.chunk(shape[0], 0)[row].chunk(shape[1], 1)[column].clone()
+        model = nn.Module()
+        model.register_buffer("table", part if not (tmp_path / "saved").exists() else torch.zeros_like(part))
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model, layout={"model.table": holdfast.Split(mesh, [Shard(0), Shard(1)])})
+        if not run.start():
+            run.begin_step()
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        assert torch.equal(model.table, part)
+        return mesh.mesh.tolist()
+
+    for world in (4, 3):
+        (tmp_path / str(world)).mkdir()
+        together(tmp_path / str(world), world, work)
+        (tmp_path / "saved").touch()
+    (saved,) = checkpoints(tmp_path / "run")
+    assert manifests.read(saved)[0].world.layout == {
+        "sizes": {"data": 2, "tensor": 2},
+        "coordinates": {"data": [0, 0, 1, 1], "tensor": [0, 1, 0, 1]},
+    }
+
+
+def test_parts_that_are_declared_to_be_the_same_and_differ_are_refused(tmp_path: Path) -> None:
+    """A replicated dimension that is none: one of two different tensors would be stored for both."""
+
+    def work(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 1))
+        model = nn.Module()
+        model.register_buffer("table", torch.full((2, 2), float(rank)))
+        placements: list[Placement] = [Replicate(), Shard(0)]
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model, layout={"model.table": holdfast.Split(mesh, placements)})
+        run.start()
+        run.begin_step()
+        run.end_step()
+        with pytest.raises(holdfast.HoldfastError) as refused:
+            run.save()
+        run.close()
+        return str(refused.value)
+
+    for told in together(tmp_path, 2, work):
+        assert "model.table[0, 0]: rank 1 holds something else than a lower rank does" in told
+    assert checkpoints(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("wrong", ["pattern", "size", "dimension"])
+def test_a_declaration_that_does_not_fit_is_refused(tmp_path: Path, wrong: str) -> None:
+    def work(rank: int) -> str:
+        model = nn.Module()
+        model.register_buffer("table", torch.zeros(2, 2 + (rank if wrong == "size" else 0)))
+        name = "model.tabel" if wrong == "pattern" else "model.table"
+        split = holdfast.Split(dist.group.WORLD, 2 if wrong == "dimension" else 0)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model, layout={name: split})
+        with pytest.raises(holdfast.HoldfastError) as refused:
+            run.start()
+            run.begin_step()
+            run.end_step()
+            run.save()
+        run.close()
+        return str(refused.value)
+
+    told = {
+        "pattern": "no rank has a tensor of that name",
+        "size": "differ in another one (rank 0: (2, 2), rank 1: (2, 3))",
+        "dimension": "has 2 dimensions and is cut along 2",
+    }
+    for found in together(tmp_path, 2, work):
+        assert told[wrong] in found
+    assert checkpoints(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("layout", [[("a", 1)], {"a": "shared"}, {"a": 0}])
+def test_a_layout_that_is_none_is_refused_at_once(layout: Any) -> None:
+    with pytest.raises(UsageError, match=r"track\(layout="):
+        Division().declare(layout)
+
+
+def test_a_piece_says_its_place_and_nothing_else_can_be_done_with_it() -> None:
+    piece = Piece(torch.ones(2, 3), torch.Size((4, 3)), torch.Size((2, 0)))
+    assert (piece.size(), piece.dtype) == (torch.Size((4, 3)), torch.float32)
+    assert repr(piece) == "Piece((2, 3) at (2, 0) of (4, 3))"
+    with pytest.raises(NotImplementedError, match="use its `local`"):
+        piece + 1
