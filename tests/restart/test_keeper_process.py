@@ -384,5 +384,5 @@ def test_a_keeper_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.drill
 def test_a_keeper_that_cannot_start_says_why() -> None:
-    with pytest.raises(HandedOverError, match=r"inprocess\.assign = 'no_such_module:f' is not to be found"):
+    with pytest.raises(HandedOverError, match=r"inprocess\.assign = 'no_such_module:f' cannot be found"):
         join(settings(assign="no_such_module:f"), {})
