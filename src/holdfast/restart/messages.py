@@ -138,7 +138,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     committed: int = 0
     """The highest step that was known to be committed at that iteration's end."""
     launch: dict[str, object] = {}
-    """The fields of `LaunchInfo` that changed, under `holdfast run`: the attempt, its epoch, what to avoid."""
+    """The fields of `LaunchInfo` that changed under `holdfast run`: the attempt, its epoch, what to avoid."""
 
 
 class OverKind(StrEnum):
