@@ -1,4 +1,4 @@
-"""What a launch tells people: in short lines, most of them learned by following the run's journal.
+"""What a launch tells people: short lines of its own, and what it learns by following the run's journal.
 
 Several processes have a part in a save: rank 0, its writer, the one that drains, the one that reads back. All
 of them journal what they did, so the leading agent learns it from the journal, whichever process is alive by

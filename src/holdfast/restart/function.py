@@ -122,7 +122,7 @@ def _unknown_to_launcher(effective: Effective, environ: Mapping[str, str]) -> li
         return []
     source = effective.sources[f"{SECTION}enabled"]
     return [
-        f"{SECTION}enabled = true ({source}): `holdfast run` started this script without knowing this, so "
+        f"{SECTION}enabled = true ({source}): `holdfast run` started this script without knowing it, so "
         "nothing keeps these processes. Set it in the settings file, the environment or on the command line"
     ]
 
