@@ -1,4 +1,4 @@
-"""`holdfast run`: torch elastic's agent, a meeting of nodes, and recovery that is decided once and comes to an end.
+"""`holdfast run`: torch elastic's agent, a meeting of nodes, and recovery that decides once and always ends.
 
 For the command, the agent, the gate, watching ranks, stops and alerts. Sub-rooms: `incident`, `nodes`,
 `workers`.
