@@ -162,7 +162,7 @@ def make_parser() -> ArgumentParser:
     )  # fmt: skip
     ours.add_argument(
         "--log-format", choices=[str(one) for one in LogFormat], metavar="FORMAT",
-        help="how Holdfast writes its own lines: text, or json, an object a line (else HOLDFAST_LOG_FORMAT)",
+        help="format of Holdfast's own lines: text, or json, one object a line (else HOLDFAST_LOG_FORMAT)",
     )  # fmt: skip
     for name, key in _FT_SETTINGS.items():
         dashed = name.replace("_", "-")
@@ -373,8 +373,8 @@ def _check_rdzv_conf(backend: str, given: str) -> list[str]:
             continue
         if not equals or key not in _RDZV_READ[backend]:
             raise UsageError(
-                f"--rdzv-conf {part.strip()!r:.120}: the {backend} rendezvous reads "
-                f"{', '.join(f'{name}=…' for name in _RDZV_READ[backend])} only"
+                f"--rdzv-conf {part.strip()!r:.120}: the {backend} rendezvous reads only "
+                f"{', '.join(f'{name}=…' for name in _RDZV_READ[backend])}"
             )
         right = value.lower() in _BOOLEANS if key == "is_host" else value.isdecimal()
         if not right:
@@ -534,7 +534,7 @@ def _live(config: LaunchConfig, command: Sequence[str], context: LaunchContext, 
                 why = f"no more processes or threads can be started: {error}"
                 _alert(context, config, int(ExitCode.NO_CAPACITY), why, itself=True)
         else:
-            _alert(context, config, int(ExitCode.FAILED), f"a defect of the launcher: {error!r}", itself=True)
+            _alert(context, config, int(ExitCode.FAILED), f"a defect in the launcher: {error!r}", itself=True)
         raise
     _alert(context, config, code, why, itself=itself)
     return code

@@ -506,7 +506,7 @@ class Monitor:
             what = f"it has {limit:g} s for that from its start"
         else:
             what = (
-                "a hang there is not found, only the end of its process. Use holdfast.Run in the script to "
+                "a hang there is not noticed, only the end of its process. Use holdfast.Run in the script to "
                 "have its sections watched"
             )
         self._tell(f"rank {shown} has not said hello in {UNHEARD:g} s: {what}")

@@ -92,7 +92,7 @@ def sound(found: Assignment | Shortage, present: AbstractSet[int]) -> Assignment
     if isinstance(found, Shortage):
         return found
     if not isinstance(found, Assignment):
-        raise ValueError(f"inprocess.assign answered {found!r:.100}, which is no Assignment or Shortage")
+        raise ValueError(f"inprocess.assign answered {found!r:.100}, not an Assignment or a Shortage")
     named = [*found.order, *found.reserves]
     if not found.order or len(set(named)) < len(named) or not set(named) <= present:
         raise ValueError(

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 # The stages of an iteration that can be replaced, each a small function of the `Iteration`.
 #
-# `assign` is not among them: who is who is decided once for all members, outside of them, by the function
+# `assign` is not among them: who is who is decided once for all members, outside them, by the function
 # that `inprocess.assign` names. To do more than a stage does, combine stages: `each(init_group, mine)`.
 
 

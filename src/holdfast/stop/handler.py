@@ -176,7 +176,7 @@ class ShutdownHandler:
 
     def _arm(self) -> None:
         limit = deadline(self._timeout, None)
-        self._deadline.arm(limit.seconds, f"{self._timeout:g} s from the request on")
+        self._deadline.arm(limit.seconds, f"{self._timeout:g} s from the request")
 
 
 def _name(one: str | int) -> str:

@@ -612,7 +612,7 @@ def test_a_command_that_a_forked_python_cannot_become(place: Path) -> None:
         (["/bin/true"], "run by /bin/true"),
         ([sys.executable, "-O", "mark.py"], "has another form"),
         (command("-c", "pass"), "has another form"),
-        (command("package"), "not a file of Python source"),
+        (command("package"), "not a Python source file"),
     ):
         with pytest.raises(ColdStart, match=reason) as caught:
             Script.of(args)

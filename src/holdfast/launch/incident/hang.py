@@ -201,7 +201,9 @@ def summarise(record: HangRecord, alike: Sequence[int] = ()) -> str:
         if not record.silent:
             return text
         unheard = f"{ranks(record.silent)}, which could not be asked"
-        return f"{text}; it is not known of {unheard}" if record.missing else f"{text}, perhaps for {unheard}"
+        return (
+            f"{text}; nothing is known of {unheard}" if record.missing else f"{text}, perhaps for {unheard}"
+        )
     seconds = f"{record.seconds:.0f} s"
     if record.rule == HELLO:
         text = f"rank {record.rank} did not reach holdfast.Run in {seconds}"

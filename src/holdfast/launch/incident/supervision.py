@@ -149,11 +149,11 @@ class Vigil:
         self._tended = time.monotonic()
         self._context.orphans.tend()
         self._context.learner.poll(self._context.monitor)
-        keeper, told = self._context.keeper.check()
+        keeper, text = self._context.keeper.check()
         if keeper is not None:
             self._context.orphans.own(keeper)
-        if told:
-            self._attempt.journal.write(Warned(message=told))
+        if text:
+            self._attempt.journal.write(Warned(message=text))
 
     def _look(self) -> Notice | None:
         attempt, node = self._attempt, self._attempt.place.node
@@ -291,8 +291,8 @@ class Ends:
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
             number, node, last = attempt.number, attempt.place.node, self._recovery.last_step
             if not tell_lease_taken(self._context, number, node, notice.detail, last):
-                told = f"attempt {number} does not hold the run any more: {notice.detail}"
-                say(f"{told}. Its workers were ended", attempt=number)
+                text = f"attempt {number} no longer holds the run: {notice.detail}"
+                say(f"{text}. Its workers were ended", attempt=number)
             return self._leave(attempt, ExitCode.LEASE_LOST)
         if notice.kind == "leader_lost":
             return self._without_leader(attempt, notice, stopping)
@@ -312,14 +312,14 @@ class Ends:
             self._await_reports(attempt)
             attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
         self._context.last_words = f"attempt {attempt.number} was stopped: {notice.detail}"
-        told, account = f"{self._context.last_words}\n  next: {next_step(code)}", None
+        text, account = f"{self._context.last_words}\n  next: {next_step(code)}", None
         if asked and attempt.place.leads and stopping.request is not None:
             account = self._account_of(attempt, stopping.request, notice)
             if account is not None:
                 attempt.journal.write(account)
-                told = stop_text(account, str(self._context.control.path))
+                text = stop_text(account, str(self._context.control.path))
             self._requeue_after(attempt, stopping.request)
-        say(told, attempt=attempt.number, account=account)
+        say(text, attempt=attempt.number, account=account)
         return self._leave(attempt, code)
 
     def _account_of(self, attempt: Attempt, request: StopRequest, notice: Notice) -> Account | None:
@@ -510,9 +510,9 @@ class Ends:
                 raise EndedByStorageError(self._recovery.storage_words()) from error
             return None
         code = ExitCode.STOPPED_UNSAVED
-        told = f"the run was to stop ({request.detail}), and could not save: {error}"
-        self._context.last_words = told
-        say(f"{told}\n  next: {next_step(code)}")
+        text = f"the run was to stop ({request.detail}), but could not save: {error}"
+        self._context.last_words = text
+        say(f"{text}\n  next: {next_step(code)}")
         self.tell_meeting(code, str(error).partition("\n")[0])
         if attempt is not None and attempt.place.leads:
             number, scheduler = attempt.number, self._context.scheduler

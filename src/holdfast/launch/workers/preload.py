@@ -190,7 +190,7 @@ class Script(NamedTuple):
             raise ColdStart(f"the workers' command has another form: {' '.join(command)}", lasting=True)
         script = command[2]
         if not Path(script).is_file() or script.endswith(".pyc") or zipfile.is_zipfile(script):
-            raise ColdStart(f"{script} is not a file of Python source", lasting=True)
+            raise ColdStart(f"{script} is not a Python source file", lasting=True)
         return cls(tuple(command), "", script, tuple(command[3:]))
 
     @property
