@@ -373,8 +373,8 @@ def _check_rdzv_conf(backend: str, given: str) -> list[str]:
             continue
         if not equals or key not in _RDZV_READ[backend]:
             raise UsageError(
-                f"--rdzv-conf {part.strip()!r:.120}: the {backend} rendezvous reads only "
-                f"{', '.join(f'{name}=…' for name in _RDZV_READ[backend])}"
+                f"--rdzv-conf {part.strip()!r:.120}: the {backend} rendezvous reads "
+                f"{', '.join(f'{name}=…' for name in _RDZV_READ[backend])} only"
             )
         right = value.lower() in _BOOLEANS if key == "is_host" else value.isdecimal()
         if not right:
