@@ -110,9 +110,7 @@ def prefault(buffer: torch.Tensor, *, threads: int = 4) -> bool:
 
 
 def _populate(address: int, length: int) -> bool:
-    libc = ctypes.CDLL(
-        None, use_errno=True
-    )  # ctypes calls let other threads run; `mmap.madvise` does not
+    libc = ctypes.CDLL(None, use_errno=True)  # ctypes calls let other threads run; `mmap.madvise` does not
     return bool(
         libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_POPULATE_WRITE)) == 0
     )

@@ -210,7 +210,7 @@ class Snapshotter:
     ) -> Snapshot | None:
         """The group's snapshot, or None if some rank is busy. `prepare` runs first; its failure is shared.
 
-        `cramped`: this rank has no room for a local copy; with `only_local` that too means None for all ranks.
+        `cramped`: this rank has no room for a local copy; with `only_local` that too means None for all.
         `prove`: the first snapshot of a structure is proven to resume, or IncompleteStateError is raised.
         """
         name = self.next_name(step)
