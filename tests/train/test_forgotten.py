@@ -145,7 +145,7 @@ def test_a_run_past_its_first_step_is_told_and_goes_on(tmp_path: Path) -> None:
     train(3)
     told = [text for text in warnings_of(tmp_path / "run") if "Adagrad" in text]
     assert len(told) == 1
-    assert "an Adagrad of no tracked model steps now, and is not tracked" in told[0]
+    assert "an Adagrad of no tracked model steps now, but is not tracked" in told[0]
     assert "run.track(optimizer_2=…)" in told[0]
     train(5)
     told = [text for text in warnings_of(tmp_path / "run") if "Adagrad" in text]

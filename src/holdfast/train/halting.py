@@ -230,7 +230,7 @@ class Halting:
         self._judge(seconds)
 
     def _tell_grace(self, grace: Grace) -> None:
-        """At the start: say whether a save fits into the time that the scheduler leaves when it ends the job."""
+        """At the start: say whether a save fits into the time the scheduler leaves when it ends the job."""
         took = self._last_save()
         told = say_grace(grace, took)
         if does_not_fit(grace, took):
