@@ -381,7 +381,7 @@ class DataFeed:
             self._start_workers(position, position.get("workers_now"))
 
     def _start_workers(self, position: dict[str, Any], states: Mapping[int, bytes] | None) -> None:
-        """Start workers that outlive an epoch as they were first started, in their state at this epoch's start.
+        """Start workers that outlive an epoch as they first were, in their state at this epoch's start.
 
         The loader draws a seed for them when it makes them but not when it reuses them; so they are made
         separately, without a sampler, and the epoch is opened with workers that already live.
