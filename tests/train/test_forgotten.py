@@ -58,7 +58,7 @@ def test_everything_that_was_forgotten_is_named_with_the_line_to_add_before_anyt
     with pytest.raises(IncompleteStateError) as raised:
         script.train()
     lines = str(raised.value).splitlines()
-    assert lines[0] == "this run trains with what is not tracked, so a resume would begin it anew:"
+    assert lines[0] == "this run trains with things that are not tracked, so a resume would begin them anew:"
     assert [line.strip() for line in lines[1:]] == [
         "an AdamW of track(model=…) steps: add run.track(optimizer=self.opt) before the first step, or "
         "run.ignore(self.opt) if that is meant",

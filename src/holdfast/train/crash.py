@@ -238,8 +238,7 @@ def put_away(folded: Folded) -> Iterator[None]:
 
 
 def show_all() -> None:
-    """Print what torch holds back: its hook prints only after ours has returned, and an exit does not return.
-    """
+    """Print what torch holds back: its hook prints only once ours has returned, which an exit never does."""
     if _stream() is not sys.stderr and isinstance(sys.stderr, io.StringIO):
         with contextlib.suppress(OSError, ValueError):
             _stream().write(sys.stderr.getvalue())

@@ -112,11 +112,11 @@ class Forgotten:
         more = [f"and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
         shown = [*lines[:MOST_TOLD], *more]
         if not self._only_told:
-            told = "this run trains with what is not tracked, so a resume would begin it anew:"
-            raise IncompleteStateError("\n  ".join([told, *shown]))
+            head = "this run trains with things that are not tracked, so a resume would begin them anew:"
+            raise IncompleteStateError("\n  ".join([head, *shown]))
         if self._group.is_coordinator:
             for line in shown:
-                self._warn(f"not tracked, so that this resume has begun it anew: {line}")
+                self._warn(f"not tracked, so this resume has begun it anew: {line}")
 
     def _where(self, ranks: Sequence[int]) -> str:
         if len(ranks) == self._group.world_size:

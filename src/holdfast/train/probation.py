@@ -328,8 +328,10 @@ class Probation:
         self._compares = False
         if not self._outcome:
             self._end("unsettled", [*reasons, why])
-        told = "; ".join([*reasons, why])
-        self._warn(f"what was loaded does not go on from where it was, but the run goes on with it: {told}")
+        because = "; ".join([*reasons, why])
+        self._warn(
+            f"what was loaded does not go on from where it was, but the run goes on with it: {because}"
+        )
         if step:
             world = self._group.world_size
             settled = Settled(step=step, how=How.SHIFT, world_size=world, shown=True, why=why)
@@ -371,9 +373,9 @@ class Probation:
         ]
         self._end("passed", evidence)
         if self._tried is not None:
-            told = f"a resume failed at step {self._tried.step}; the one from {self._rung} goes on well"
+            again = f"a resume failed at step {self._tried.step}; the one from {self._rung} goes on well"
             self._member.journal.write(
-                Verdict(verdict="transient", step=self._tried.step, evidence=[told, *evidence])
+                Verdict(verdict="transient", step=self._tried.step, evidence=[again, *evidence])
             )
         rung = self._rung
         self._to_record.append(lambda: self._prove(rung, evidence))
@@ -387,9 +389,9 @@ class Probation:
         """Drop a trial that shows nothing: this attempt must replay the step at which the suspect failed."""
         trial = self._trial
         if trial is not None and not (_names(trial) and self._first <= trial.until):
-            told = ", ".join(trial.suspects)
+            suspects = ", ".join(trial.suspects)
             self._warn(
-                f"no trial of {told}: this attempt begins after step {trial.until}, at which it failed"
+                f"no trial of {suspects}: this attempt begins after step {trial.until}, at which it failed"
             )
             self._trial = None
 

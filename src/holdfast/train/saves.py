@@ -261,8 +261,8 @@ class Saving:
             return None
         self._meter.agreed(*self._snapshots.counted)
         if begun.waited > 0.0:
-            told = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
-            self._write(Warned(message=f"{told}; save less often, or use faster storage"))
+            delay = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
+            self._write(Warned(message=f"{delay}; save less often, or use faster storage"))
         if not diagnostic:
             self.saved_step = facts.step
             self._rooted = facts.step if globally else self._rooted

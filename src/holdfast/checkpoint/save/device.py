@@ -4,7 +4,7 @@ Guarantee: once `InFlight.done()` is true and `torn()` is empty, the buffer hold
 `begin` was called; should it ever not, the fingerprints, taken on the training stream before anything else,
 differ from the staged bytes. Every wait has a deadline, and only `block` makes the host wait at all.
 
-How each way orders the copy relative to training (`policy.snapshot` says when each is chosen):
+How each way orders the copy relative to training (policy/upkeep.py says when each is chosen):
 
 clone    pieces are copied within the device on the training stream; a side stream copies that to the host.
 overlap  the side stream copies straight from the live tensors that a torch optimizer owns. A hook before
@@ -514,7 +514,7 @@ class DeviceStager:
         fingerprint.prepare(device)
 
     def memory(self, device: torch.device) -> DeviceMemory:
-        """What `policy.snapshot.choose` wants to know about a device."""
+        """What `policy.choose_snapshot` wants to know about a device."""
         return self._lane(device).memory()
 
     def begin(

@@ -225,7 +225,7 @@ def bad_ranks(reports: Sequence[RankReport]) -> list[int]:
 #
 # Before such a step is computed, every rank that was bad then takes a mark of the state it begins from. When
 # the step is complete and was accepted at once, marks and devices say whether it was the device (see
-# `policy.replay`).
+# policy/verdicts.py).
 
 
 KEY = "settled"

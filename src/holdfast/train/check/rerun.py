@@ -1,7 +1,7 @@
 """Running a step again: everything that it changes in a rank, the way back, and dropping it.
 
-A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, out of
-sight between two calls: `torch_internals` knows where.
+A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, out
+of sight between two calls: `torch_internals` knows where.
 """
 
 from __future__ import annotations
@@ -454,8 +454,8 @@ def _shown(name: str) -> str:
 # Everything that a forward and backward changes in a rank, and the way back.
 #
 # Guarantee: after `restore` a call of the same function with the same batches gives what it gave the first
-# time, bit for bit, as far as the device's own kernels do. It puts back: random numbers of every kind (python,
-# numpy, torch, every CUDA device, tracked generators and trackers), the buffers of tracked models, gradients
+# time, bit for bit, as far as the device's own kernels do. It puts back: random numbers of every kind
+# (python, numpy, torch, every CUDA device, tracked generators and trackers), the buffers of models, gradients
 # as they were on entry (none stays none), the state of gradient scalers, and what the loop recorded of the
 # step. It does not put back parameters and optimizer state: a step that changes them while it computes cannot
 # be undone, and is refused. Nor does it put back what only the user's own objects know.

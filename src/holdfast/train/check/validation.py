@@ -73,7 +73,7 @@ class _Call:
 
 
 class Validation:
-    """Stands between a rank's results and its optimizers. Every rank makes the same calls in the same order."""
+    """Stands between a rank's results and its optimizers. Every rank makes the same calls in one order."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Validation:
                 self._rewind.release()
 
     def check(self, loss: Any) -> bool:
-        """Check a loss and the gradients as they are; returns whether to use the step. Nothing is run again."""
+        """Check a loss and the gradients as they are: whether to use the step. Nothing is run again."""
         self._enter()
         if self.dropped:
             self._dropping.drop()
@@ -240,7 +240,7 @@ class Validation:
     def _looks_back(self, step: int | None) -> bool:
         """Whether the ranks now share what is known about completed steps; the same on every rank.
 
-        They do at the end of a step in which no call has done so, or of every so many steps, and before a save.
+        They do at the end of a step in which no call has done so, or every so many steps, and before a save.
         """
         if self._deferred is None and not self._heard and not self.dropped:
             return self._checks.judges_losses or self._tells_breaches
@@ -439,7 +439,7 @@ class Validation:
             )
 
     def _accept_oddity(self, second: Done) -> None:
-        """It is finite, and the same wherever it was computed: it comes from the work itself, and is no fault."""
+        """It is finite, and the same wherever it was computed: it comes from the work, and is no fault."""
         reports = self._rejecting.exchange(self._judging.report(second))
         evidence = [*summary(reports), "finite, and the same on every device that it was computed on"]
         self._judging.tell(reports, self._step, "accepted")
@@ -492,7 +492,7 @@ class Validation:
         return agreed.severity
 
     def _measure(self, call: _Call, done: Done) -> None:
-        """Run it once more and compare; training goes on with the first result, as if there were no second."""
+        """Run it once more and compare; training goes on with the first result as if alone."""
         assert self._rewind is not None
         if why := self._draws.again():
             raise UsageError(f"step {self._step} cannot be run twice: {why}")
