@@ -347,7 +347,9 @@ def from_blob(blob: torch.Tensor, *, objects: bool = True) -> Any:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception:  # noqa: BLE001 - whatever it was: what was saved must be read as it always was
         if not objects:
-            raise UnreadObjectsError(", ".join(classes_in(data)) or "something not an archive") from None
+            raise UnreadObjectsError(
+                ", ".join(classes_in(data)) or "something that is not an archive"
+            ) from None
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
