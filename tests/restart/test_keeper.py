@@ -306,8 +306,8 @@ def test_a_keeper_that_was_itself_stopped_counts_no_time_against_others(tmp_path
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("say(Beat(iteration=0))", "its first message is no hello"),
-        ("channel.send(b'nonsense')", "its first message is no hello"),
+        ("say(Beat(iteration=0))", "its first message is not a hello"),
+        ("channel.send(b'nonsense')", "its first message is not a hello"),
         ("say(MemberHello(member=9, pid=os.getpid()))", "there is no member 9 here"),
         ("say(MemberHello(member=0, pid=1))", "it says that it is process 1"),
         ("say(MemberHello(member=1, pid=os.getpid()))", "member 1 is process"),
@@ -380,5 +380,5 @@ def test_a_log_that_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: P
     assert log_path(chosen, "a") == path
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(OSError, match=r"no regular file.*keeper-a\.log"):
+    with pytest.raises(OSError, match=r"not a regular file.*keeper-a\.log"):
         log_path(chosen, "a")

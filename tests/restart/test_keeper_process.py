@@ -336,8 +336,8 @@ def test_who_a_process_is(environ: dict[str, str], expected: tuple[int, int, int
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is '' and no number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x' and no number"),
+        ({"RANK": "0"}, "WORLD_SIZE is '', which is not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x', which is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "set MASTER_ADDR and MASTER_PORT"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
@@ -384,5 +384,5 @@ def test_a_keeper_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.drill
 def test_a_keeper_that_cannot_start_says_why() -> None:
-    with pytest.raises(HandedOverError, match=r"inprocess\.assign = 'no_such_module:f' is not to be found"):
+    with pytest.raises(HandedOverError, match=r"inprocess\.assign = 'no_such_module:f' cannot be found"):
         join(settings(assign="no_such_module:f"), {})

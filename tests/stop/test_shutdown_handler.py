@@ -228,7 +228,7 @@ def test_handlers_are_given_back_also_when_the_loop_raises() -> None:
         with pytest.raises(ZeroDivisionError), stop:
             _ = 1 / int(stop.should_stop(1))
         assert signal.getsignal(signal.SIGTERM) == before
-        with pytest.raises(UsageError, match="used once"), stop:
+        with pytest.raises(UsageError, match="used only once"), stop:
             pass
 
     assert forked(work) == 0

@@ -58,7 +58,7 @@ def test_everything_that_was_forgotten_is_named_with_the_line_to_add_before_anyt
     with pytest.raises(IncompleteStateError) as raised:
         script.train()
     lines = str(raised.value).splitlines()
-    assert lines[0] == "this run trains with what is not tracked, so a resume would begin it anew:"
+    assert lines[0] == "this run trains with things that are not tracked, so a resume would begin them anew:"
     assert [line.strip() for line in lines[1:]] == [
         "an AdamW of track(model=…) steps: add run.track(optimizer=self.opt) before the first step, or "
         "run.ignore(self.opt) if that is meant",
@@ -145,7 +145,7 @@ def test_a_run_past_its_first_step_is_told_and_goes_on(tmp_path: Path) -> None:
     train(3)
     told = [text for text in warnings_of(tmp_path / "run") if "Adagrad" in text]
     assert len(told) == 1
-    assert "an Adagrad of no tracked model steps now, and is not tracked" in told[0]
+    assert "an Adagrad of no tracked model steps now, but is not tracked" in told[0]
     assert "run.track(optimizer_2=…)" in told[0]
     train(5)
     told = [text for text in warnings_of(tmp_path / "run") if "Adagrad" in text]

@@ -54,7 +54,7 @@ def test_nothing_is_saved_as_good_after_a_loss_that_is_no_number(tmp_path: Path)
     """The issue's own: NaN from step 5 on was exit 0, with three checkpoints after it."""
     run_dir = tmp_path / "run"
     with pytest.raises(
-        ValidationFailedError, match=r"its last step, 8, and that is not saved.*loss is NaN"
+        ValidationFailedError, match=r"its last step, 8, but that is not saved.*loss is NaN"
     ) as raised:
         record(run_dir, dict.fromkeys(range(5, 9), math.nan))
     assert raised.value.exit_code == 17

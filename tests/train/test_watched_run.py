@@ -347,7 +347,7 @@ def test_a_simulated_fault_happens_once_a_launch_and_is_journalled_first(kind: s
         bodies = events_in(run_dir)
         told = [body.message for body in bodies if isinstance(body, Warned) and "simulated" in body.message]
         number = "SIGKILL" if kind == "rank_killed" else "SIGSTOP"
-        assert told == [f"simulated fault: {kind}, rank 0 gets {number} from itself"]
+        assert told == [f"simulated fault: {kind}, rank 0 sends itself {number}"]
         again = partial(train, run_dir, until=40, at_step=slow, **settings)
         pids[0] = started(launch(run_dir, watch.path), again)
         watch.begin(pids)

@@ -13,7 +13,7 @@ import inspect
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -216,6 +216,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, _dtensor()):
         part: torch.Tensor = getattr(tensor, "_local_tensor")  # noqa: B009 - unknown to type checkers
         return part.detach()  # detaching the whole takes hundreds of times as long
+    if (own := getattr(tensor, "__local_part__", None)) is not None:  # a part of a plain tensor
+        return cast("torch.Tensor", own()).detach()
     return tensor.detach()
 
 

@@ -1,8 +1,8 @@
-"""`holdfast run`: torch elastic's agent, a meeting of nodes, and recovery that is decided once and ends.
+"""`holdfast run`: torch elastic's agent, a meeting of nodes, and recovery that decides once and always ends.
 
 For the command, the agent, the gate, watching ranks, stops and alerts. Sub-rooms: `incident`, `nodes`,
 `workers`.
-Promises: one decision for an incident, durable before anybody acts; every way a run ends has a code and an
+Promises: one decision per incident, durable before anybody acts on it; every end of a run has a code and an
 account.
 Never: a worker that outlives its agent; a restart that no budget bounds.
 """

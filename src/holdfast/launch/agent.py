@@ -1,11 +1,11 @@
 """The agent of one node: torch's LocalElasticAgent with a run loop of its own.
 
-torch's store, environment and logs of workers stay. How nodes meet (meeting.py), how workers start
-(workers/start.py) and what happens when something ends differ: an incident is reported by all nodes, decided
+torch's store, environment and logs of workers stay. What differs is how nodes meet (meeting.py), how workers
+start (workers/start.py) and what happens when something ends: an incident is reported by all nodes, decided
 once, and followed by an attempt with its own number, epoch and store.
 
-Guarantee: every wait in here has a deadline or ends with a signal, and workers are gone before the agent acts
-on their end.
+Guarantee: every wait in here has a deadline or is ended by a signal, and workers are gone before the agent
+acts on their end.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ from holdfast.record import (
 from holdfast.stop import StopFile
 
 TO_DECIDE = ("failure", "hang", "node_lost")
-"""Notices of ends that a decision follows."""
+"""Notices of ends on which a decision follows."""
 
 
 class HoldfastAgent(LocalElasticAgent):
@@ -113,7 +113,7 @@ class HoldfastAgent(LocalElasticAgent):
         """Meet the other nodes, then lead or follow the attempt that this round is."""
         with self._signals.interruptible(), unshared_store():
             if self._meeting is None:
-                self._context.gate.insist()  # else the meeting parks a node that may not take part
+                self._context.gate.insist()  # with a meeting, the meeting parks a node that may not take part
             super()._rendezvous(worker_group)
         self._rounds += 1
         context, spec = self._context, worker_group.spec
@@ -148,12 +148,12 @@ class HoldfastAgent(LocalElasticAgent):
             context.scheduler.found(attempt.journal, attempt.number, attempt.launch, say)
 
     def _active(self, started: int) -> int:
-        """How many ranks of those that are started train."""
+        """How many of the started ranks train."""
         chosen = self._settings.inprocess
         return min(started, limits_of(chosen, started).wanted) if chosen.enabled else started
 
     def _take_places(self, group: Any, attempt: Attempt) -> None:
-        """Ranks as the leader arranged the nodes, which may not be the order in which they met."""
+        """Number the ranks as the leader arranged the nodes, which may differ from how they met."""
         arranged = attempt.told.arrangement
         if self._meeting is None or not arranged.nodes:
             return
@@ -161,7 +161,7 @@ class HoldfastAgent(LocalElasticAgent):
         group.workers = make_workers(self._in_rank_order(attempt), group.group_rank)
 
     def _in_rank_order(self, attempt: Attempt) -> list[Participant]:
-        """The nodes that take part; empty where they do not meet by themselves."""
+        """The nodes that take part; empty if they do not meet by themselves."""
         members = {one.node: one for one in self._meeting.members} if self._meeting is not None else {}
         return [members[one.node] for one in attempt.told.arrangement.nodes if one.node in members]
 
@@ -223,7 +223,7 @@ class HoldfastAgent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Ranks in the order of the nodes, known from the meeting; torch would wait for each node again."""
+        """Ranks in the order of the nodes, as the meeting knows it; torch would wait for each node again."""
         if self._meeting is None:
             found: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
             return found
@@ -238,7 +238,7 @@ class HoldfastAgent(LocalElasticAgent):
         handover = context.handover(told, node, local_rank)
         worker_env.update(handover.to_environment())
         told_in = progress_file(context.control.path, int(worker_env["RANK"]))
-        with contextlib.suppress(OSError):  # then nothing can be told, which costs no more than that
+        with contextlib.suppress(OSError):  # if it fails, progress cannot be told, and nothing else is lost
             told_in.parent.mkdir(exist_ok=True)
         worker_env[PROGRESS] = str(told_in)
         if self._in_process is not None:
@@ -279,7 +279,7 @@ class HoldfastAgent(LocalElasticAgent):
         return pids
 
     def _try_network(self, store: Any) -> None:
-        """Where the agents have met by our own rendezvous: another one does not say who they are."""
+        """Only if the agents have met by our own rendezvous: another one does not say who they are."""
         attempt, meeting = self._attempt, self._meeting
         if attempt is not None and meeting is not None:
             names = [member.node for member in meeting.members]
@@ -287,7 +287,7 @@ class HoldfastAgent(LocalElasticAgent):
             self._context.gate.try_network(store, attempt.place.group_rank, names, host)
 
     def _begin_evidence(self) -> None:
-        """From here on what the kernel and the devices report is this attempt's."""
+        """From here on, what the kernel and the devices report belongs to this attempt."""
         attempt = self._attempt
         assert attempt is not None
         self._oom_kills = count_oom_kills()
@@ -317,7 +317,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._pcontext = None
 
     def _mark_node(self, left: str) -> None:
-        """Workers that SIGKILL does not end hold what a new attempt needs: this node is out."""
+        """Exclude this node: workers that SIGKILL does not end hold what a new attempt needs."""
         attempt = self._attempt
         why = f"workers hang in the kernel and could not be killed: {left}"
         if attempt is not None:
@@ -352,7 +352,7 @@ class HoldfastAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _hold(self) -> int | None:
-        """Between two attempts: wait while an operator has paused recovery; an exit code if for too long."""
+        """Between two attempts: wait while an operator pauses recovery; an exit code if it takes too long."""
         control, longest = self._context.control, self._settings.launch.max_pause
         if wait_while_paused(control, longest, check=self._check_pause, tell=say):
             return None
@@ -362,10 +362,10 @@ class HoldfastAgent(LocalElasticAgent):
         return code
 
     def _check_pause(self) -> None:
-        """What ends a pause from outside: a signal here or elsewhere, an operator, the stop file."""
+        """Check what ends a pause from outside: a signal here or elsewhere, an operator, the stop file."""
         self._signals.check()
         over = None
-        with contextlib.suppress(StoreLostError):  # noticed when the nodes meet again
+        with contextlib.suppress(StoreLostError):  # it will be noticed when the nodes meet again
             over = self._meeting.over() if self._meeting is not None else None
         if over is not None:
             raise StopRun(over.code, f"the run has ended: {over.why}")
@@ -378,7 +378,7 @@ class HoldfastAgent(LocalElasticAgent):
             raise StopRun(ExitCode.STOPPED, f"the stop file {self._stop_file.path} is there")
 
     def _live_once(self) -> int | None:
-        """One attempt: an exit code, or None for another one."""
+        """Live one attempt; returns an exit code, or None if another attempt is to follow."""
         try:
             self._initialize_workers(self._worker_group)
             return self._watch()
@@ -398,7 +398,7 @@ class HoldfastAgent(LocalElasticAgent):
             return None
 
     def _meet_again(self, why: str) -> None:
-        """The leader is gone before or while this node followed it: the others are at the same point."""
+        """The leader went before or while this node followed it: the others are at the same point."""
         assert self._meeting is not None
         say(f"{why}; meeting the other nodes again")
         self._meeting.see_gone(0, why)
@@ -407,14 +407,14 @@ class HoldfastAgent(LocalElasticAgent):
             self._attempt.close()
 
     def _move(self, why: str) -> None:
-        """The store's host is gone: end the workers, go to the next endpoint. Raises if there is none."""
+        """The store's host is gone: end the workers and go to the next endpoint. Raises if there is none."""
         assert self._meeting is not None
         attempt, last = self._attempt, max(self._context.monitor.last_steps().values(), default=None)
         self._shutdown()
         if attempt is not None:
             attempt.close()
-        # Beyond the cut the old group may still be running. Under a new launch id the lease decides: nobody
-        # takes the run from a leader that is alive.
+        # The old group may still be running on the other side of the cut. Under a new launch id the lease
+        # decides: nobody takes the run from a leader that is alive.
         self._context.leadership.release()
         self._context.rename_launch()
         with self._signals.interruptible():
@@ -428,7 +428,7 @@ class HoldfastAgent(LocalElasticAgent):
         say(f"the store through which the nodes meet was lost: {why}. Meeting the other nodes at {where}")
 
     def _watch(self) -> int | None:
-        """Until something ends this attempt, and then to its end on this node."""
+        """Watch until something ends this attempt, then take it to its end on this node."""
         attempt, workers = self._attempt, self._workers
         assert attempt is not None
         assert workers is not None
@@ -484,7 +484,7 @@ class HoldfastAgent(LocalElasticAgent):
         monitor.begin({})
         self._shutdown()
         if notice.kind == "lease_lost":
-            failures = []  # the run is another's: nothing is recorded there, and nothing is waited for
+            failures = []  # the run is another's now: record nothing there, and wait for nothing
         self._recovery.storage = None
         if notice.kind in TO_DECIDE:
             self._recovery.storage = await_storage(
@@ -498,11 +498,11 @@ class HoldfastAgent(LocalElasticAgent):
         if failures or notice.kind == "hang":
             self._context.gate.keep_device_errors(attempt.number)
         else:
-            self._context.gate.forget()  # between attempts every node is looked at anew, wherever it failed
+            self._context.gate.forget()  # between attempts every node is checked anew, wherever it failed
         report(attempt, failures, sections)
 
     def _gather(self, attempt: Attempt, workers: Workers, failed: Mapping[int, int]) -> list[FailureRecord]:
-        """Of workers of this node that failed, by the rank that they were started with."""
+        """The failures of this node's workers, by the rank that they were started with."""
         local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         started: Any = self._pcontext
         found = gather(
@@ -522,7 +522,7 @@ class HoldfastAgent(LocalElasticAgent):
         return [msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank)) for one in found]
 
     def _seen_ends(self, members: Collection[int]) -> dict[int, FailureRecord]:
-        """Of members of this node those that have ended, by member."""
+        """The failures of those members of this node that have ended, by member."""
         attempt, workers = self._attempt, self._workers
         assert attempt is not None
         assert workers is not None

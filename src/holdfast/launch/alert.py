@@ -1,12 +1,12 @@
 """Tells people, by a command or a URL, that something happened to the run.
 
 Guarantee: `send` returns at once and never raises, whatever the command or the server does. An alert is
-given up after `DEADLINE` seconds; at most `MOST_A_MINUTE` are sent, and the rest are counted and told with
-the next one. One that was not delivered becomes a warning, in which only the URL's host is named: such URLs
-are secrets. No command outlives the launcher, nor anything in its process group the command.
+given up after `DEADLINE` seconds; at most `MOST_A_MINUTE` are sent, and the next one says how many were left
+out. An alert that was not delivered becomes a warning, in which only the URL's host is named: such URLs are
+secrets. No command outlives the launcher, and nothing in a command's process group outlives the command.
 
-However a launch ends for good, one alert of kind `stop` tells of it (`ended`): by the node that led, or by
-the first one to say so where each node finds the end out for itself.
+However a launch ends for good, one alert of kind `stop` reports it (`ended`): from the node that led, or,
+where each node finds out about the end for itself, from the first one to say so.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from holdfast.errors import MEANINGS, NOT_ALERTED, ExitCode
 from holdfast.process import guarded
 
 DEADLINE = 10.0
-"""Seconds for one alert, by both ways together."""
+"""Seconds for one alert, by command and URL together."""
 MOST_A_MINUTE = 12
 POLL = 0.02
 SAME_END = 120.0
-"""Seconds within which several nodes that tell of the same end mean the same one."""
+"""Several nodes that report the same end within this many seconds mean the same one."""
 KILL_TIMEOUT = 2.0
 """Seconds for SIGKILL to take effect on a command."""
 TEXT_LIMIT = 2000
-"""Characters of what a command finds in a variable; its standard input has all."""
+"""Characters of a field that a command gets in a variable; its standard input has all of them."""
 
 INCIDENT, STOP, EXCLUSION = "incident", "stop", "exclusion"
 VARIABLES = ("kind", "run", "run_dir", "attempt", "text")
-"""Fields that a command finds in its environment too: HOLDFAST_ALERT_KIND …"""
+"""Fields that a command gets in its environment too: HOLDFAST_ALERT_KIND …"""
 
 
 class Alerts:
@@ -71,7 +71,7 @@ class Alerts:
         self._stopped = False
 
     def ended(self, code: int, why: str, attempt: int) -> None:
-        """The launch ends with this code: tell it, unless the run is not over or its stop has been told."""
+        """Report that the launch ends with this code, unless the run is not over or a stop was reported."""
         if code in NOT_ALERTED or self._stopped:
             return
         meaning = MEANINGS[ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED][0]
@@ -79,13 +79,13 @@ class Alerts:
         self.send(STOP, {"text": text, "attempt": attempt, "cause": "", "exit_code": code})
 
     def send(self, kind: str, payload: Mapping[str, Any]) -> None:
-        """Have people told. `payload` should have `text` (one line) and `attempt`."""
+        """Alert people. `payload` should have `text` (one line) and `attempt`."""
         self._stopped = self._stopped or kind == STOP
         if not self._command and not self._url:
             return
         try:
             self._enqueue(kind, payload)
-        except Exception as error:  # noqa: BLE001 - no thread to be had, say: the launcher has other worries
+        except Exception as error:  # noqa: BLE001 - no thread can be had, say: the launcher has other worries
             self._tell(f"the alert of kind {kind} was not delivered: {error!r}")
 
     def _enqueue(self, kind: str, payload: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class Alerts:
                 self._thread = thread
 
     def close(self, timeout: float = DEADLINE) -> None:
-        """Let what is under way end, for at most `timeout` seconds, and then give it up."""
+        """Let what is under way end within `timeout` seconds; after that, give it up."""
         with self._lock:
             if self._closed:
                 return
@@ -125,7 +125,7 @@ class Alerts:
             try:
                 for problem in self._deliver(alert):
                     self._tell(f"the alert of kind {alert['kind']} was not delivered: {problem}")
-            except Exception as error:  # noqa: BLE001 - an alert must never be what ends a launcher
+            except Exception as error:  # noqa: BLE001 - an alert must never end a launcher
                 self._tell(f"the alert of kind {alert['kind']} was not delivered: {error!r}")
             if self._give_up.is_set():
                 return
@@ -135,7 +135,7 @@ class Alerts:
             self._warn(text)
 
     def _deliver(self, alert: dict[str, Any]) -> list[str]:
-        """Why it was not delivered, by either way."""
+        """Deliver it; returns why it was not delivered, for the command and for the URL."""
         raw = _encode(alert)
         deadline = time.monotonic() + DEADLINE
         post = _Post(self._url, raw) if self._url else None
@@ -151,7 +151,7 @@ class Alerts:
         for name in VARIABLES:
             text = str(alert.get(name, "")).replace("\0", "").encode(errors="replace").decode()
             environment[f"HOLDFAST_ALERT_{name.upper()}"] = text[:TEXT_LIMIT]
-        # Files and not pipes: neither a command that does not read nor one that talks much can block.
+        # Files, not pipes: neither a command that does not read nor one that writes a lot can block.
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
             given.write(raw)
             given.seek(0)
@@ -177,7 +177,7 @@ class Alerts:
 
 
 def first_to_tell(folder: Path, end: str) -> bool:
-    """Whether no node has told of this end just now. In doubt it is told twice rather than never."""
+    """Whether no node has just reported this end. When in doubt, it is reported twice rather than never."""
 
     def mark() -> bool:
         make_dirs(folder)
@@ -198,7 +198,7 @@ def first_to_tell(folder: Path, end: str) -> bool:
 
 
 def _await_end(pid: int, deadline: float, give_up: threading.Event) -> bool:
-    """Wait for a child's end without reaping it. False: it did not end in time."""
+    """Wait for a child's end without reaping it. False if it did not end in time."""
     while True:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return True
@@ -215,7 +215,7 @@ def _last_words(said: IO[bytes]) -> str:
 
 
 class _Post:
-    """One POST in a thread that may be left behind: a server that sends byte by byte keeps every timeout."""
+    """One POST, on a thread that may be abandoned: a server that sends byte by byte defeats every timeout."""
 
     def __init__(self, url: str, raw: bytes) -> None:
         self._url, self._raw = url, raw
@@ -226,7 +226,7 @@ class _Post:
     def _post(self) -> None:
         try:
             self._problem = self._send()
-        except Exception as error:  # noqa: BLE001 - handed on, whatever a server can make of urllib
+        except Exception as error:  # noqa: BLE001 - reported, whatever a server makes urllib raise
             reason = getattr(error, "reason", None) or type(error).__name__
             self._problem = f"{reason}".replace(self._url, "…")
 
@@ -235,7 +235,7 @@ class _Post:
         from urllib.request import HTTPRedirectHandler, Request, build_opener
 
         class NoRedirects(HTTPRedirectHandler):
-            """A redirected POST would arrive as a GET, without what it says."""
+            """A redirected POST would arrive as a GET, without its content."""
 
             def redirect_request(self, *args: Any, **kwargs: Any) -> None:
                 del args, kwargs
@@ -261,5 +261,5 @@ class _Post:
 def _encode(alert: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(alert, enc_hook=str)
-    except UnicodeEncodeError:  # stray bytes in a message, which only escapes can carry
+    except UnicodeEncodeError:  # a message has stray bytes, which only escapes can carry
         return json.dumps(msgspec.to_builtins(alert, enc_hook=str)).encode()

@@ -1,14 +1,14 @@
 """`holdfast run` from the command line to its exit code.
 
-What torch.distributed.launcher.api.launch_agent does for torchrun, with an agent of our own: build the
+Does what torch.distributed.launcher.api.launch_agent does for torchrun, with an agent of our own: build the
 rendezvous, the worker spec and the agent, run it, and end with a documented code and a short summary.
 
 The command line is torchrun's own, with a few additions. Its parser is taken from torch itself, so that its
 flags, their spellings, their `PET_*` variables and their defaults are those of the installed torch. Only
 these differ: an absent `--max-restarts` means the setting launch.max_restarts, `--shutdown-timeout` (and
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT) is another spelling of launch.stop_grace, one node without rendezvous flags
-gets a free port instead of a fixed one, and a key of `--rdzv-conf` that nobody would read is refused. What
-ft_launcher calls a thing that exists here is taken.
+gets a free port instead of a fixed one, and a key of `--rdzv-conf` that nobody would read is refused.
+ft_launcher's names for things that exist here are accepted.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _RDZV_READ = {
     "c10d": ("join_timeout", "last_call_timeout", "read_timeout", "is_host"),
     "static": ("timeout",),
 }
-"""Keys of `--rdzv-conf` that are read, by backend."""
+"""The keys of `--rdzv-conf` that are read, by backend."""
 _RDZV_REPLACED = {
     "timeout": "use join_timeout",
     "close_timeout": "nothing waits for it",
@@ -121,18 +121,18 @@ _FT_SETTINGS = {
     "rank_section_timeouts": "monitor.rank_section_timeouts",
     "rank_out_of_section_timeout": "monitor.rank_out_of_section_timeout",
 }
-"""Parameters of nvidia-resiliency-ext's ft_launcher that mean the same as a setting here: taken for it."""
+"""Parameters of nvidia-resiliency-ext's ft_launcher, and the settings here that mean the same."""
 
 
 class Options(msgspec.Struct, frozen=True):
     args: Namespace
-    """As torch.distributed.run.config_from_args takes it."""
+    """As torch.distributed.run.config_from_args expects it."""
     effective: Effective
     config: str
     """Absolute path of the settings file, or empty."""
     command_line: dict[str, str]
     notes: list[str] = []
-    """What was given and has no effect here, to be told once."""
+    """What was given but has no effect here, to be said once."""
 
     @property
     def settings(self) -> Settings:
@@ -162,7 +162,7 @@ def make_parser() -> ArgumentParser:
     )  # fmt: skip
     ours.add_argument(
         "--log-format", choices=[str(one) for one in LogFormat], metavar="FORMAT",
-        help="how Holdfast writes its own lines: text, or json, an object a line (else HOLDFAST_LOG_FORMAT)",
+        help="format of Holdfast's own lines: text, or json, one object a line (else HOLDFAST_LOG_FORMAT)",
     )  # fmt: skip
     for name, key in _FT_SETTINGS.items():
         dashed = name.replace("_", "-")
@@ -175,7 +175,7 @@ def make_parser() -> ArgumentParser:
         "--ft-cfg-path", "--ft-cfg_path", "--fault-tol-cfg-path", dest="ft_cfg_path", metavar="FILE",
         help="take those settings from the `fault_tolerance` section of a YAML file of ft_launcher",
     )  # fmt: skip
-    # Shown first: what is ours is what a user of torchrun does not know yet.
+    # Shown first: our own flags are what a user of torchrun does not know yet.
     parser._action_groups.remove(ours)
     parser._action_groups.insert(0, ours)
     for action in list(parser._actions):
@@ -233,7 +233,8 @@ def parse(argv: Sequence[str]) -> Options:
 def script_of(argv: Sequence[str], directory: str) -> str:
     """What a command line, given in this directory, runs; empty if that is not clear.
 
-    A script by its path, from there if it lies inside: the directory may be mounted elsewhere the next time.
+    A script is named by its path, relative to the directory if it lies inside: the directory may be mounted
+    elsewhere the next time.
     """
     parser = make_parser()
     place = _find_script(parser, argv)
@@ -250,9 +251,9 @@ def script_of(argv: Sequence[str], directory: str) -> str:
 
 
 def _find_script(parser: ArgumentParser, argv: Sequence[str]) -> int:
-    """Where the script is; what follows is its own.
+    """The script's position; what follows it belongs to the script.
 
-    argparse also looks at what follows: it refuses a script's `--log` because it could mean --log-dir or
+    argparse would also look at what follows: it refuses a script's `--log` because it could mean --log-dir or
     --logs-specs, and each flag added here would make that worse.
     """
     position = 0
@@ -273,7 +274,7 @@ def _shutdown_timeout(given: str) -> str:
     if not given.strip().isdecimal():
         raise UsageError(
             f"{SHUTDOWN_VARIABLE}={given!r:.80} is not a number of whole seconds, as torchrun reads it. "
-            "Correct or unset it; here it is the setting launch.stop_grace"
+            "Correct or unset it; here it means the setting launch.stop_grace"
         )
     return given.strip()
 
@@ -282,7 +283,7 @@ def _shutdown_timeout(given: str) -> str:
 
 
 def _answer_ft_flag(flag: str) -> str:
-    """What takes the place of a flag of ft_launcher; empty if it is none."""
+    """What takes the place of a flag of ft_launcher; empty if the flag is not one of ft_launcher's."""
     given = flag.partition("=")[0]
     name = given.removeprefix("--").replace("-", "_")
     for prefix in ("ft_param_", "ft_"):
@@ -312,7 +313,7 @@ def _without_none(text: str) -> str:
 
 
 def _read_ft_file(path: Path) -> tuple[dict[str, str], list[str]]:
-    """The settings that a YAML file of ft_launcher gives, and what of it has no effect here."""
+    """The settings that a YAML file of ft_launcher gives, and which of its keys have no effect here."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
@@ -327,7 +328,7 @@ def _read_ft_file(path: Path) -> tuple[dict[str, str], list[str]]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--ft-cfg-path {path} cannot be read: {' '.join(str(error).split())}") from error
     if section is None:
-        raise UsageError(f"--ft-cfg-path {path}: there is no section `fault_tolerance` in it")
+        raise UsageError(f"--ft-cfg-path {path}: it has no section `fault_tolerance`")
     found: dict[str, str] = {}
     left: list[str] = []
     for name, value in section.items():
@@ -337,7 +338,7 @@ def _read_ft_file(path: Path) -> tuple[dict[str, str], list[str]]:
             found[_FT_SETTINGS[name]] = ",".join(f"{one}:{_seconds(value[one])}" for one in value)
         else:
             found[_FT_SETTINGS[name]] = _seconds(value)
-    notes = [f"of {path} these have no effect here: {', '.join(left)}"] if left else []
+    notes = [f"these keys of {path} have no effect here: {', '.join(left)}"] if left else []
     return found, notes
 
 
@@ -361,7 +362,7 @@ def _seconds(value: object) -> str:
 
 
 def _check_rdzv_conf(backend: str, given: str) -> list[str]:
-    """Refuse what nobody would read; torch takes it silently, and what was meant does not happen."""
+    """Refuse keys that nobody would read; torch accepts them silently, and what was meant does not happen."""
     notes = []
     for part in given.split(",") if given.strip() else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -422,11 +423,11 @@ def _check_script(args: Namespace) -> None:
 
 
 MOST_TOLD = 100
-"""Words for the journal that are kept while its file system does not answer."""
+"""How many messages for the journal are kept while its file system does not answer."""
 
 
 def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
-    """Run a script and return the exit code. Errors raised on purpose go to the caller.
+    """Run a script and return the exit code. Errors raised on purpose reach the caller.
 
     `parent`: a preloaded parent that was started ahead of time; the caller ends it.
     """
@@ -439,7 +440,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
     private = tempfile.TemporaryDirectory(prefix="holdfast_", ignore_cleanup_errors=True)
     with _scratch_logs(options) as scratch, private as own:
         config, command = _configure(options)
-        for name in (VARIABLE, entry.VARIABLE):  # of an outer launch: our workers are not its workers
+        for name in (VARIABLE, entry.VARIABLE):  # an outer launch's: our workers are not its workers
             os.environ.pop(name, None)
         signals = LaunchSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
         signals.install()
@@ -508,9 +509,9 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
 
 
 def _live(config: LaunchConfig, command: Sequence[str], context: LaunchContext, tell: _Teller) -> int:
-    """From the first meeting to the exit code, which is told to whoever wants to be alerted."""
+    """From the first meeting to the exit code, which an alert reports."""
     itself = True
-    """Whether this node found the end out for itself; others that find it out too are not told of it."""
+    """Whether this node found out about the end for itself; other nodes may find out too, unknown to it."""
     try:
         code = _run(config, command, context)
         why, itself = context.last_words, False
@@ -521,26 +522,26 @@ def _live(config: LaunchConfig, command: Sequence[str], context: LaunchContext, 
         say(f"stopped: {stop}\n  next: {then}" if stop.code else str(stop))
         code, why, itself = stop.code, str(stop), stop.code == ExitCode.CONTROL_UNUSABLE
     except HoldfastError as error:
-        if not (isinstance(error, StoreLostError) and context.last_words):  # else its account is told already
+        if not (isinstance(error, StoreLostError) and context.last_words):  # then its account is out already
             say(f"{'stopped' if isinstance(error, EndedByStorageError) else 'error'}: {error}")
         code, why = tell.ended(int(error.exit_code), str(error)), str(error)
     except (RendezvousError, DistError) as error:
         code, why = _explain_rendezvous(error, config, context)
         tell.ended(code, why)
     except Exception as error:
-        if is_table_full(error):  # told by the caller, in one line; to alert somebody may need a process, too
+        if is_table_full(error):  # the caller says so, in one line; an alert may need a process, too
             with contextlib.suppress(RuntimeError, OSError):
                 why = f"no more processes or threads can be started: {error}"
                 _alert(context, config, int(ExitCode.NO_CAPACITY), why, itself=True)
         else:
-            _alert(context, config, int(ExitCode.FAILED), f"a defect of the launcher: {error!r}", itself=True)
+            _alert(context, config, int(ExitCode.FAILED), f"a defect in the launcher: {error!r}", itself=True)
         raise
     _alert(context, config, code, why, itself=itself)
     return code
 
 
 def _alert(context: LaunchContext, config: LaunchConfig, code: int, why: str, *, itself: bool) -> None:
-    """By the node that led; where each finds the end out for itself, by the first of them."""
+    """Alert from the node that led; if each node finds out about the end for itself, from the first one."""
     if code in NOT_ALERTED:
         return
     if context.max_nodes > 1:
@@ -556,7 +557,7 @@ def _alert(context: LaunchContext, config: LaunchConfig, code: int, why: str, *,
 
 
 def _refuse_anothers_run(options: Options, argv: Sequence[str]) -> None:
-    """The default run directory is one script's only; nobody chose to share it."""
+    """The default run directory belongs to one script only; nobody chose to share it."""
     path = Path(options.settings.run.dir)
     if options.effective.sources["run.dir"] != "default" or not (path / "run.json").exists():
         return
@@ -567,14 +568,14 @@ def _refuse_anothers_run(options: Options, argv: Sequence[str]) -> None:
         return
     raise UsageError(
         f"{path.absolute()}, the default run directory here, holds the run of {theirs}: its checkpoints, "
-        f"restarts and exclusions are not those of {ours}. Give this one a directory of its own, such as "
-        f"--run-dir {path}-{Path(options.args.training_script).stem}; or this one by name, if it is to go on "
-        f"there: --run-dir {path}"
+        f"restarts and exclusions are not those of {ours}. Give this script a directory of its own, such as "
+        f"--run-dir {path}-{Path(options.args.training_script).stem}; or name this directory, if the script "
+        f"is to go on there: --run-dir {path}"
     )
 
 
 def _keep_together(context: LaunchContext) -> None:
-    """From now on nothing that this process starts can get away from it, nor outlive it but for a while."""
+    """From now on, nothing that this process starts can escape it, or outlive it for more than a while."""
     if not context.orphans.become_reaper():
         say("warning: this kernel does not let the launcher adopt what workers leave behind")
     try:
@@ -584,7 +585,7 @@ def _keep_together(context: LaunchContext) -> None:
 
 
 class _Teller:
-    """Tells what a person should know of the launcher itself: on the terminal, and in the journal."""
+    """Says what a person should know about the launcher itself: on the terminal, and in the journal."""
 
     def __init__(self, control: ControlDirectory, node: str) -> None:
         self._control = control
@@ -597,7 +598,7 @@ class _Teller:
         self.quietly(text)
 
     def ended(self, code: int, why: str) -> int:
-        """No decision tells of this end, which concerns this node only as far as it knows."""
+        """No decision reports this end, which concerns only this node as far as this node knows."""
         self.quietly(f"{LAUNCHER_ENDED}{self._node} ended with code {code}: {why}")
         return code
 
@@ -605,7 +606,7 @@ class _Teller:
         self._aside.do(lambda: self._journal(text))
 
     def _journal(self, text: str) -> None:
-        """What cannot be written now is written with the next word."""
+        """What cannot be written now is written with the next message."""
         self._unsaid.append(text)
         try:
             attempt = max(attempt_numbers(self._control), default=0)
@@ -726,7 +727,7 @@ def _make_handler(
 
 
 def _explain_rendezvous(error: Exception, config: LaunchConfig, context: LaunchContext) -> tuple[int, str]:
-    """The code to end with, and why, which is said here."""
+    """The code to end with, and the reason, which is printed here."""
     if isinstance(error, RendezvousTimeoutError) and (told := _storage_in_the_way(context)):
         say(f"stopped: {told}")
         return int(ExitCode.STORAGE_FAILED), told
@@ -745,7 +746,7 @@ def _explain_rendezvous(error: Exception, config: LaunchConfig, context: LaunchC
 
 
 def _storage_in_the_way(context: LaunchContext) -> str:
-    """What keeps every node out, where that is the run's storage and not a lack of nodes; else empty."""
+    """What keeps every node out, if that is the run's storage and not a lack of nodes; else empty."""
     settings, control = context.settings, context.control
     look = Bounded(lambda: find_trouble(shared_places(settings), least_space(settings)), "storage")
     trouble = look.result() if look.ended(PATIENCE) else None
@@ -761,7 +762,8 @@ def _scratch_logs(options: Options) -> Iterator[list[str]]:
 
     Yields what is to be removed.
 
-    Error files are kept in the run's directory; torchrun would leave an empty directory behind per launch.
+    Error files are kept in the run's directory; torchrun would leave an empty directory behind for each
+    launch.
     """
     args = options.args
     if args.log_dir is not None or args.redirects != "0" or args.tee != "0":

@@ -1,4 +1,4 @@
-"""What one `holdfast run` is, as its parts share it, with its signals, its scheduler and what it leaves."""
+"""What the parts of one `holdfast run` share, with its signals, its scheduler and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -60,33 +60,33 @@ from holdfast.train import measured_before
 # while no attempt runs, and is otherwise kept until the launcher looks.
 #
 # A second signal means "now": `hurry` is called, which kills. Within `REPEATED` of the first it is the same
-# request on another way, and ignored; but who presses Ctrl-C twice means it.
+# request arriving by another route, and ignored; but pressing Ctrl-C twice is meant.
 
 
 ALSO = (signal.SIGUSR1, signal.SIGUSR2)
-"""Taken besides those that torchrun takes: schedulers announce the end of a job by them."""
+"""Taken besides those that torchrun takes: schedulers announce the end of a job with them."""
 
 
 class Interrupted(BaseException):
     """A stop signal arrived during a wait.
 
-    No `Exception`, because it can be raised anywhere within the wait: whoever handles what can go wrong
-    there, such as `threading.Thread.start` for a thread that could not be had, must not take it for that.
+    Not an `Exception`, because it can be raised anywhere within the wait: code that handles what can go wrong
+    there, such as `threading.Thread.start` when no thread can be had, must not mistake it for that.
     """
 
 
 class LaunchSignals:
     def __init__(self, names: str) -> None:
-        """`names` as torchrun's --signals-to-handle takes them: `SIGTERM,SIGINT`."""
+        """`names`: as torchrun's --signals-to-handle takes them, e.g. `SIGTERM,SIGINT`."""
         named = [name.strip() for name in names.split(",")]
         known = [signal.Signals[name] for name in named if name in signal.Signals.__members__]
         self._numbers = list(dict.fromkeys([*known, *ALSO]))
         self._may_raise = False
         self._at = 0.0
         self.received: signal.Signals | None = None
-        """The first one."""
+        """The first signal."""
         self.again: signal.Signals | None = None
-        """The one that meant "now"."""
+        """The signal that meant "now"."""
         self._seen: dict[str, SeenSender | None] = {}
         self._named: dict[str, str] = {}
         self.hurry: Callable[[], None] | None = None
@@ -99,7 +99,7 @@ class LaunchSignals:
 
     @property
     def sender(self) -> str:
-        """Who sent the first one; empty if that is not known. Never waited for within the handler."""
+        """Who sent the first one; empty if that is not known. The handler never waits for this."""
         return self._name("first", self.received)
 
     @property
@@ -115,19 +115,19 @@ class LaunchSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        found = None
+        sender = None
         with contextlib.suppress(Exception):  # nothing about the sender may hold a stop up
-            found = seen(take(number))
+            sender = seen(take(number))
         if self.received is not None:
             if number != signal.SIGINT and is_repeated(self._at, time.monotonic()):
                 return
-            self._seen.setdefault("again", found)
+            self._seen.setdefault("again", sender)
             self.again = self.again or signal.Signals(number)
             if self.hurry is not None:
                 self.hurry()
             return
         self._at = time.monotonic()
-        self._seen["first"] = found
+        self._seen["first"] = sender
         self.received = signal.Signals(number)
         if self._may_raise:
             raise Interrupted
@@ -147,10 +147,11 @@ class LaunchSignals:
             self._may_raise = False
 
 
-# The scheduler as an agent speaks with it: which job this is, when it ends, and whether to queue it again.
+# The scheduler as agents see it: which job this is, when it ends, and whether to queue it again.
 #
-# Guarantee: without a scheduler everything here is silent and says no. It is asked to queue the job again at
-# most once a launch, by the leading agent alone, as the very last thing: a job that is queued again is ended.
+# Guarantee: without a scheduler everything here is silent and says no. The scheduler is asked to queue the
+# job again at most once per launch, by the leading agent alone, as the very last thing: a job that is queued
+# again is ended.
 
 
 NAME = "Slurm"
@@ -171,19 +172,19 @@ class Scheduler:
 
     @property
     def ends_at(self) -> float | None:
-        """When the job will be ended, as far as the scheduler was asked from here: the leading agent does.
+        """When the job will be ended, if this agent has asked the scheduler: the leading agent does.
 
-        What the environment says alone is as old as the job: somebody may have extended its limit since.
+        The environment alone is as old as the job: somebody may have extended the job's limit since.
         """
         return self._limit.ends_at if self._limit is not None else None
 
     @property
     def grace(self) -> Grace | None:
-        """What the scheduler leaves between SIGTERM and SIGKILL, as far as it was asked from here."""
+        """The time that the scheduler leaves between SIGTERM and SIGKILL, if this agent has asked it."""
         return self._limit.grace if self._limit is not None else None
 
     def due(self) -> StopRequest | None:
-        """The request to stop ahead of the time limit. For one agent: who calls it asks the scheduler."""
+        """The request to stop ahead of the time limit. For one agent only: calling it asks the scheduler."""
         return self._watch().due(time.time())
 
     def ask_again(self) -> None:
@@ -197,12 +198,12 @@ class Scheduler:
         return self._limit
 
     def _first_answer(self) -> float | None:
-        """When the job ends; the scheduler has a moment to say so, once a launch."""
+        """When the job ends; once per launch, the scheduler gets a moment to say so."""
         fresh = self._limit is None
         return self._watch().first_answer(ANSWER if fresh else 0.0)
 
     def found(self, journal: JournalWriter, attempt: int, launch: str, tell: Callable[[str], None]) -> None:
-        """An attempt of this agent begins: journal the job it runs in, say so, and whether a save fits."""
+        """An attempt of this agent begins: journal and print the job it runs in, and whether a save fits."""
         job = self.job
         if job is None:
             return
@@ -224,11 +225,11 @@ class Scheduler:
                 tell(say_grace(grace, took))
 
     def can_requeue(self, step: int) -> bool:
-        """Whether the job would be started again, and has not been too often without progress."""
+        """Whether the job would be started again, and was not requeued too often without progress."""
         return self.job is not None and may_requeue(self.job, self._setting, self._stalled(step))
 
     def after_stop(self, attempt: int, request: StopRequest, step: int, exclude: Sequence[str]) -> None:
-        """The run stops on request: at the end of this launch it may be queued again."""
+        """The run stops on request: at the end of this launch the job may be queued again."""
         setting, stalled = self._setting, self._stalled(step)
 
         def ask(job: SlurmJob) -> Asked:
@@ -247,12 +248,12 @@ class Scheduler:
         self._at_last(attempt, step, ask)
 
     def storage_failed(self, attempt: int, reason: str, step: int, exclude: Sequence[str]) -> None:
-        """The run's storage cannot be written, not even to decide so: at the end of this launch the job may
-        be queued again."""
+        """The run's storage cannot be written, not even to record a decision: at the end of this launch the
+        job may be queued again."""
         self.by_decision(attempt, reason, step, exclude, stalled=self._stalled(step))
 
     def part(self, tell: Callable[[str], None]) -> None:
-        """The last thing of a launch, when nothing else is left to do."""
+        """The last act of a launch, when nothing else is left to do."""
         if self._limit is not None:
             self._limit.close()
         last, self._last = self._last, None
@@ -260,8 +261,9 @@ class Scheduler:
             return
         try:
             last(tell)
-        except (HoldfastError, OSError) as error:  # how the run ended is settled, and must be what is told
-            tell(f"warning: whether job {self.job.label if self.job else ''} is queued again: {error}")
+        except (HoldfastError, OSError) as error:  # how the run ended is settled: an error must not hide it
+            label = self.job.label if self.job else ""
+            tell(f"warning: it is not known whether job {label} is queued again: {error}")
 
     def _at_last(self, attempt: int, step: int, ask: Callable[[SlurmJob], Asked]) -> None:
         job = self.job
@@ -278,19 +280,19 @@ class Scheduler:
     def _stalled(self, step: int) -> int:
         try:
             return requeues_without_progress(self._control, step)
-        except StorageError:  # Slurm's own count takes its place, which is never lower
+        except StorageError:  # take Slurm's own count instead, which is never lower
             return self.job.restarts if self.job is not None else 0
         except ControlError:
             return MAX_REQUEUES
 
 
-# What a launch leaves behind of itself, for whoever has to start the run again.
+# The record that a launch leaves, for whoever has to start the run again.
 
 
 def keep_launch(
     context: LaunchContext, argv: Sequence[str], workers_per_node: int, tell: Callable[[str], None]
 ) -> None:
-    """Write down how this launch was started; if that cannot be done, it is told and the launch goes on."""
+    """Write down how this launch was started; if that cannot be done, say so, and the launch goes on."""
     settings = context.settings
     problem = record_launch(
         context.control,
@@ -320,18 +322,18 @@ def _here() -> str:
 class LaunchContext:
     control: ControlDirectory
     created: bool
-    """Whether this agent created the run's directory and has still to journal that."""
+    """Whether this agent created the run's directory and still has to journal that."""
     settings: Settings
     config: str
     command_line: dict[str, str]
     restarts_chosen: bool
-    """Whether somebody gave launch.max_restarts, which is a default otherwise."""
+    """Whether somebody set launch.max_restarts, rather than leave it at its default."""
     launch: str
-    """This agent's proposal, then what all agents of the launch agreed on."""
+    """The launch's id: first this agent's proposal, then what all agents of the launch agreed on."""
     min_nodes: int
     max_nodes: int
     started_with: str
-    """What this launch starts: see `launches.digest_of`."""
+    """A digest of what this launch starts: see `launches.digest_of`."""
     alerts: Alerts
     signals: LaunchSignals
     scheduler: Scheduler
@@ -346,13 +348,13 @@ class LaunchContext:
     leads: bool = False
     """Whether this agent led the last attempt."""
     last_words: str = ""
-    """Why the launch ends, where its code alone does not say it."""
+    """Why the launch ends, if its code alone does not say it."""
     directory: str = field(default_factory=_here)
-    """Where this agent was started, and is."""
+    """The directory in which this agent was started, and is."""
     earlier_launches: list[str] = field(default_factory=list)
     """Ids under which these agents met before the store's host was lost."""
     learned_exclusions: list[Exclusion] = field(default_factory=list)
-    """What decisions of this launch excluded: known here before the record of it can be read everywhere."""
+    """What decisions of this launch excluded: known here before their record can be read everywhere."""
 
     @property
     def elastic(self) -> bool:
@@ -371,7 +373,7 @@ class LaunchContext:
         self.launch = uuid.uuid4().hex[:12]
 
     def exclusions(self) -> list[Exclusion]:
-        """What is kept out of the run now."""
+        """The nodes and devices that are kept out of the run now."""
         found = excluded(self.control)
         known = {(one.node, one.device) for one in found}
         fresh = [one for one in self.learned_exclusions if (one.node, one.device) not in known]

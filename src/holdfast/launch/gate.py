@@ -1,8 +1,8 @@
 """The gate before a node joins: its quick health checks, and what its devices reported during an attempt.
 
 Guarantee: only what is critical keeps a node out, and only with `health.gate = "refuse"`; what could not be
-looked at never does. A node that is kept out is looked at again every while, and joins once it is well. The
-gate never fails itself: a fault in here lets the node take part, and says so.
+checked never does. A node that is kept out is checked again every few seconds, and joins once it is well. The
+gate itself never fails: on a fault in here the node takes part, and the fault is reported.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ from holdfast.record import (
 FRESH = 30.0
 """Seconds for which an answer holds."""
 GO_PATIENCE = 3.0
-"""Seconds for the word of the leader, and for what the others found."""
+"""Seconds to wait for the leader's word, and for the others' results."""
 NETWORK_PATIENCE = 20.0
-"""Seconds for which workers wait while the network is tried out; where it is well, a fraction of one."""
+"""Seconds for which workers wait while the network is tried out; a healthy one takes a fraction of that."""
 AGAIN = 5.0
-"""Seconds after which a node that is kept out is looked at again."""
+"""Seconds after which a node that is kept out is checked again."""
 EVIDENCE_TIMEOUT = 10.0
-"""Seconds that the driver has, after an attempt, to say what its devices went through."""
+"""Seconds for which the driver may take, after an attempt, to say what its devices went through."""
 
 MEND = "mend what failed, then run the same command"
-"""What to do about a node that has nobody beside it: more nodes would not help it."""
+"""What to do about a node that has no others beside it: more nodes would not help it."""
 
 
 class Gate:
@@ -93,7 +93,7 @@ class Gate:
         look: Callable[[], list[CheckResult]] | None = None,
         kernel_log: Path | None = None,
     ) -> None:
-        """`alone`: no other node could take this one's place, so there is nothing to be parked beside."""
+        """`alone`: no other node could take this one's place, so there is nothing to wait for in parking."""
         self.node = node_name(settings.launch.node_name)
         self._mode = settings.health.gate
         self._control = control
@@ -108,7 +108,7 @@ class Gate:
         self._told: tuple[str, ...] = ()
         self._before: set[tuple[int, str, float]] | None = None
         self._device_at: dict[str, str] = {}
-        """Address on the bus → name of a device. Kept: one that falls off the bus is not listed any more."""
+        """Bus address → device name. Kept, because a device that falls off the bus is no longer listed."""
         self._uncorrected: dict[str, int] = {}
         self._asked: tuple[float, Gpus | None] = (0.0, None)
         self._attempts = 0
@@ -116,15 +116,15 @@ class Gate:
         """The nodes between which the network was tried out last."""
         self._limit = settings.health.max_uncorrected_errors
         self._to_compute = True
-        """Whether the devices are to compute at the next look: before the first attempt, after one in which
-        a device reported an error, and until they have computed right."""
+        """Whether the devices must compute something at the next check: before the first attempt, after one
+        in which a device reported an error, and until they have computed correctly."""
 
     # --- may it take part? ----------------------------------------------------------------------------------
 
     def why_unfit(self) -> str:
         """Why this node may not take part, for a person; empty if it may.
 
-        Before the first attempt of a node that has nobody beside it: StopRun, since waiting cures nothing.
+        Raises StopRun before the first attempt of a node that has no others beside it: waiting cures nothing.
         """
         answer = self._current()
         if answer.kept_out and self._alone and not self._attempts:
@@ -132,13 +132,13 @@ class Gate:
         return answer.why if answer.kept_out else ""
 
     def insist(self) -> None:
-        """Where nodes cannot be parked (a static rendezvous): StopRun if this one may not take part."""
+        """For nodes that cannot be parked (a static rendezvous): StopRun if this one may not take part."""
         answer = self._current()
         if answer.kept_out:
             raise StopRun(ExitCode.NO_CAPACITY, f"{self.node} does not take part: {answer.why}", MEND)
 
     def forget(self) -> None:
-        """Something failed here: what was found before says nothing any more."""
+        """Something failed here: what was found before no longer says anything."""
         self._answer = None
 
     def _current(self) -> GateAnswer:
@@ -159,10 +159,10 @@ class Gate:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - see above
-            self._say(f"warning: {what} failed by a fault of its own ({error!r:.200}); going on without")
+            self._say(f"warning: {what} failed by a fault of its own ({error!r:.200}); going on without it")
 
     def _tell(self, answer: GateAnswer) -> None:
-        """In the journal and on the terminal, once for each set of problems."""
+        """Report it in the journal and on the terminal, once for each set of problems."""
         names = tuple(text.partition(":")[0] for text in answer.told)
         if names == self._told:
             return
@@ -170,7 +170,7 @@ class Gate:
         if not answer.told:
             self._say(f"{self.node} is healthy again")
             return
-        if not answer.kept_out:  # one that is kept out is told by whoever parks or ends it
+        if not answer.kept_out:  # if it is kept out, whoever parks or ends it says so
             for text in answer.told:
                 self._say(f"warning: health of {self.node}: {text}")
         number = max(attempt_numbers(self._control), default=0)
@@ -185,14 +185,14 @@ class Gate:
             journal.close()
 
     def _run_checks(self) -> list[CheckResult]:
-        """Under a second in sum where all is well; with GPUs, as long as the driver takes to answer."""
+        """Takes under a second in all if all is well; with GPUs, as long as the driver takes to answer."""
         checks = [*quick_checks(self._places, patience=GATE_PATIENCE), *self._site, gate_network()]
         if self._has_devices():
             checks.append(dataclasses.replace(gpu_check(), look=self._look_at_gpus))
             if self._to_compute:
                 checks.append(compute_check(self._compute))
         results = run_checks(checks)
-        # It takes seconds, which a restart should not wait for without need: see `keep_device_errors`.
+        # Computing takes seconds, for which a restart should not wait without need: see `keep_device_errors`.
         failed = (one.name.endswith("compute") and one.status is HealthStatus.CRITICAL for one in results)
         self._to_compute = any(failed)
         return results
@@ -203,40 +203,40 @@ class Gate:
 
     def _look_at_gpus(self) -> list[CheckResult]:
         at, last = self._asked
-        # What was asked for as evidence, after the workers' end, need not be asked again: it takes a while.
+        # What the driver answered as evidence, after the workers' end, is reused: asking takes a while.
         gpus = last if last is not None and time.monotonic() - at < FRESH else ask_gpus()
         self._asked = (0.0, None)
         names = names_of(gpus.devices, visible_devices())
         for gpu in gpus.devices:
             if gpu.bus:
-                known = self._device_at.get(gpu.bus, "")  # with one device less its name may not be clear
+                known = self._device_at.get(gpu.bus, "")  # with one device fewer, its name may not be clear
                 self._device_at[gpu.bus] = names.get(gpu.index) or known
             if gpu.uncorrected is not None:
                 self._uncorrected[gpu.uuid or str(gpu.index)] = gpu.uncorrected
-        # An excluded device is no reason to keep its node out; and what `/dev` shows may be closed to this
-        # job, so that a count that differs is no proof that one is lost.
+        # An excluded device is no reason to keep its node out; and this job may not be allowed to use what
+        # `/dev` shows, so a count that differs does not prove that a device is lost.
         usable = usable_devices(devices_here(), self.node, excluded(self._control))
         ours = [gpu for gpu in gpus.devices if names.get(gpu.index) in usable]
         mine = msgspec.structs.replace(gpus, devices=ours)
         return [*judge_gpus(mine, usable, insist=False, limit=self._limit), *self._history(usable)]
 
     def _history(self, usable: Sequence[str]) -> list[CheckResult]:
-        """What the kernel's log tells of the devices that may be used. What it does not tell is no fault."""
+        """What the kernel's log says about the devices that may be used. If it says nothing, that is fine."""
         log = read_kernel_log(kmsg=self._kernel_log)
-        told: dict[str, list[tuple[float, int]]] = {}
+        reported: dict[str, list[tuple[float, int]]] = {}
         for error in log.errors:
             if (name := self._device_at.get(error.bus, "")) in usable:
-                told.setdefault(name, []).append((error.at, error.number))
-        found = [judge_history(name, errors) for name, errors in sorted(told.items())]
-        return [one for one in found if one is not None]
+                reported.setdefault(name, []).append((error.at, error.number))
+        judged = [judge_history(name, errors) for name, errors in sorted(reported.items())]
+        return [result for result in judged if result is not None]
 
     # --- the network between the nodes that have met --------------------------------------------------------
 
     def try_network(self, store: Any, rank: int, members: Sequence[str], towards: str) -> None:
-        """Every node tries the next one out, once for each set of nodes. What is wrong is told, and keeps
+        """Every node tries the next one out, once for each set of nodes. Problems are reported, but keep
         nobody out: one pair does not show which end is at fault.
 
-        `store`: of this round; `members`: by their rank; `towards`: a host on the network that is used.
+        `store`: this round's; `members`: by their rank; `towards`: a host on the network that is used.
         """
         if self._mode == "off" or len(members) < 2:
             return
@@ -249,7 +249,7 @@ class Gate:
                 self._warn_of(told)
 
     def _try_network(self, store: Any, rank: int, members: tuple[str, ...], towards: str) -> list[str]:
-        if rank == 0:  # one word for all: those who are new have not seen who was tried before
+        if rank == 0:  # one word for all: new nodes have not seen which were tried before
             store.set("ring/go", "0" if members == self._tried else "1")
         self._tried = members
         if read_soon(store, "ring/go", GO_PATIENCE) != b"1":
@@ -275,9 +275,9 @@ class Gate:
     # --- what the devices went through ----------------------------------------------------------------------
 
     def begin(self, node: str) -> None:
-        """Workers start: what the devices have reported until now is nothing that they did.
+        """Workers start: what the devices have reported until now is not their doing.
 
-        `node`: what this one is called, now that it has met the others.
+        `node`: this node's name, now that it has met the others.
         """
         self.node = node
         self._attempts += 1
@@ -289,7 +289,7 @@ class Gate:
             self._before = None if log.problem else {error.identity for error in log.errors}
 
     def keep_device_errors(self, attempt: int) -> None:
-        """After an attempt that failed: what the driver reported since it began, as evidence."""
+        """After an attempt that failed: keep what the driver reported since it began, as evidence."""
         self.forget()
         with self._without_fail("the look at the devices' errors"):
             if self._mode != "off" and self._has_devices():
@@ -318,7 +318,7 @@ class Gate:
                 message=error.describe(),
             )
             for error in log.errors
-            # What is known, and none of ours, is another job's.
+            # A device that is known, but is not ours, is another job's.
             if error.identity not in self._before and (error.bus not in known or known[error.bus])
         ]
 

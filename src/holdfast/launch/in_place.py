@@ -1,12 +1,13 @@
-"""In-process restart as one node's agent takes part in it, and the leading agent's consent.
+"""One node's agent's part in in-process restarts, and the leading agent's consent to them.
 
-One for the workers of an attempt, and of all attempts that they go on with: it runs the node's keeper, on the
-leading node the conductor, and takes up each plan, under the number and epoch that the plan names.
+There is one `InProcess` for the workers of an attempt, which serves all attempts in which they go on: it runs
+the node's keeper and, on the leading node, the conductor, and takes up each plan, under the number and epoch
+that the plan names.
 
-Guarantees: the conductor's question whether to go on is answered in the agent's own thread, so nothing of an
-attempt changes behind the back of whoever watches it. A worker that ends while a restart is open is no
-failure until the plan is there, but for no longer than barrier_timeout and some slack; then, and wherever
-there was no plan yet, its end means what it means without this.
+Guarantees: the conductor's question whether to go on is answered in the agent's own thread, so nothing about
+an attempt changes behind the back of whoever watches it. A worker that ends while a restart is open is not a
+failure until the plan is there, but for no longer than barrier_timeout and some slack; after that, and if
+there was no plan yet, its end means what it means without in-process restart.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# Whether an attempt that failed goes on in the processes that it has: the leading agent's consent.
+# The leading agent's consent: whether an attempt that failed goes on in the processes that it has.
 #
 # Guarantee: the decision about a failed attempt is made once, by the same policy and on the same history as
 # without in-process restart, and it is durable before anybody acts on it. If it can be carried out in these
@@ -74,7 +75,7 @@ Seen = Callable[[Sequence[int]], Mapping[int, FailureRecord]]
 
 
 class Consent:
-    """One for the workers of an attempt, on the leading node. For the agent's own thread."""
+    """One for the workers of an attempt, on the leading node. Used in the agent's own thread."""
 
     def __init__(
         self,
@@ -121,14 +122,14 @@ class Consent:
             return Denied(reason=f"{decision.action}: {decision.reason}")
         self._begin_next(len(restart.following))
         self._recovery.tell(incident)
-        told = attempt.told
+        begun = attempt.told
         new = _Renewed(
-            attempt=told.attempt, epoch=told.epoch, orders=told.orders, restarts_left=told.restarts_left
+            attempt=begun.attempt, epoch=begun.epoch, orders=begun.orders, restarts_left=begun.restarts_left
         )
         return Granted(launch=msgspec.to_builtins(new), reason=decision.reason)
 
     def hand_over(self, kept: InProcess) -> None:
-        """The members have ended: what befell them is evidence, unless it was decided on already."""
+        """The members have ended: what befell them is evidence, unless it has been decided on already."""
         if kept.over is not None and not self._recovery.has_decided(self._attempt):
             plan = kept.plan or IterationPlan(iteration=0, order=list(range(self._attempt.place.world_size)))
             self._take(kept.over.faults, plan.iteration, len(plan.order), {})
@@ -136,7 +137,7 @@ class Consent:
     def _take(
         self, faults: Sequence[Fault], iteration: int, world_size: int, pids: Mapping[int, int]
     ) -> None:
-        """Keep what befell members as the attempt's evidence; `pids` of members, besides this node's own."""
+        """Keep what befell members as the attempt's evidence; `pids`: of members of other nodes too."""
         monitor, recovery = self._context.monitor, self._recovery
         steps = [*monitor.last_steps().values(), *(fault.step for fault in faults)]
         recovery.last_step = max(steps, default=None)
@@ -157,7 +158,7 @@ class Consent:
         recovery.take_faults(self._attempt, found, {ranks.get(one, one): sections[one] for one in sections})
 
     def _devices(self) -> dict[int, str]:
-        """Member → device, where ranks have devices of their own."""
+        """Member → device, if ranks have devices of their own."""
         arrangement = self._attempt.told.arrangement
         found: dict[int, str] = {}
         for one in arrangement.nodes:
@@ -175,7 +176,7 @@ class Consent:
 
     def _begin_next(self, world_size: int) -> None:
         context, leadership = self._context, self._context.leadership
-        leadership.unguard()  # the claim of the next epoch is no loss of this one
+        leadership.unguard()  # claiming the next epoch does not mean losing this one
         try:
             held = leadership.claim(context.launch)
         finally:
@@ -198,7 +199,7 @@ STORE_TIMEOUT = 60.0
 SLACK = 15.0
 """Seconds beyond barrier_timeout for the plan to be decided and read."""
 PARTING = 10.0
-"""Seconds for the members to end by themselves when there is nothing to go on with."""
+"""Seconds for the members to end by themselves when they do not go on."""
 
 Consents = Callable[[Restart], Granted | Denied]
 
@@ -210,7 +211,7 @@ def nodes_of(members: Sequence[Participant]) -> dict[int, str]:
 
 
 class Desk:
-    """Where the conductor's thread leaves its question for the agent's."""
+    """Where the conductor's thread leaves its question for the agent's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -220,9 +221,9 @@ class Desk:
         self.woken = threading.Event()
 
     def ask(self, restart: Restart, timeout: float) -> Granted | Denied:
-        """In the conductor's thread: the answer, in any case.
+        """Called in the conductor's thread; there is always an answer.
 
-        `timeout` is for the question to be taken up; who has done that answers, or closes the desk.
+        `timeout` is for taking up the question; the agent that has taken it up answers, or closes the desk.
         """
         with self._changed:
             self._asked, self._answer, self._taken = restart, None, False
@@ -234,7 +235,7 @@ class Desk:
             return self._answer or Denied(reason="the launcher ends this attempt")
 
     def take(self) -> Restart | None:
-        """In the agent's thread: the question, if there is one, which is to be answered then."""
+        """Called in the agent's thread: the question, if there is one, which must then be answered."""
         with self._changed:
             self.woken.clear()
             if self._asked is None or self._taken:
@@ -265,7 +266,7 @@ class InProcess:
         nodes: Sequence[Participant],
         in_all: int,
     ) -> None:
-        """`members`: this node's, of `in_all`; `nodes`: the nodes in rank order, where they are known."""
+        """`members`: this node's, of `in_all`; `nodes`: the nodes in rank order, if they are known."""
         self.plan: IterationPlan | None = None
         """What the members do now."""
         self.over: Over | None = None
@@ -288,7 +289,7 @@ class InProcess:
         self._chosen = chosen = context.settings.inprocess
         self._nodes = dict.fromkeys(members, place.node) | nodes_of(nodes)
         self._store = _connect(told)
-        mine: dict[int, int | None] = dict.fromkeys(members)  # their process ids they say themselves
+        mine: dict[int, int | None] = dict.fromkeys(members)  # they say their process ids themselves
         directory = context.monitor.path.parent / f"restart-{attempt.number}"
         tell = _teller(chosen, place.node)
         self._keeper = Keeper(_connect(told), place.node, mine, chosen, directory, tell=tell)
@@ -317,11 +318,11 @@ class InProcess:
         return self._handed.to_environment()
 
     def started(self, workers: Workers, begin_evidence: Callable[[], None]) -> None:
-        """The members run. `begin_evidence` is called whenever they have become another attempt."""
+        """The members are running. `begin_evidence` is called whenever they have become another attempt."""
         self._workers, self._begin_evidence = workers, begin_evidence
 
     def consult(self, consent: Consents) -> None:
-        """Who says whether a restart may be in process."""
+        """Set who says whether a restart may be in process."""
         self._consent = consent
 
     def _ask(self, restart: Restart) -> Granted | Denied:
@@ -330,7 +331,7 @@ class InProcess:
     # --- while they run -------------------------------------------------------------------------------------
 
     def pause(self, seconds: float) -> None:
-        """Until the next look, which comes sooner if the conductor asks."""
+        """Wait until the next look, which comes sooner if the conductor asks."""
         self._desk.woken.wait(seconds)
 
     def look(self) -> None:
@@ -386,7 +387,9 @@ class InProcess:
         self._number = attempt.number
 
     def _read(self, key: str, kind: Any) -> Any:
-        """None where there is nothing yet, or nothing that members write: that is told once, and ignored."""
+        """None if there is nothing yet, or something that members do not write: that is ignored, with one
+        warning.
+        """
         store = self._store
         raw = within(
             lambda: store.get(key) if store.check([key]) else None,
@@ -398,9 +401,9 @@ class InProcess:
         except UNREADABLE as error:
             if not self._warned:
                 self._warned = True
-                told = f"what is at {key} in the attempt's store is ignored; somebody else wrote it: {error}"
-                say(f"warning: {told}")
-                self._attempt.journal.write(Warned(message=told))
+                text = f"{key} in the attempt's store is ignored, because somebody else wrote it: {error}"
+                say(f"warning: {text}")
+                self._attempt.journal.write(Warned(message=text))
             return None
 
     # --- what the ends of workers mean ----------------------------------------------------------------------
@@ -414,9 +417,10 @@ class InProcess:
         return time.monotonic() - self._since < longest
 
     def counted(self, ended: Mapping[int, int]) -> dict[int, int]:
-        """Of the workers that have ended those whose end counts, with their codes.
+        """The workers that have ended and whose end counts, with their codes.
 
-        Who is no part of it any more counts as done, and who ended while a restart is open not at all yet.
+        A worker that no longer takes part counts as done; one that ended badly while a restart is open does
+        not count yet.
         """
         if self.plan is None:
             return dict(ended)
@@ -428,7 +432,7 @@ class InProcess:
             lost = {fault.member for fault in self.over.faults if ended.get(fault.member)}
             found |= {member: 0 for member in lost if ended[member] != self.over.exit_code}
         if self._ended_by is EndKind.COMPLETED:
-            return found  # what comes after the function is the script's own affair
+            return found  # what happens after the function is the script's own affair
         bad = [member for member, code in found.items() if code not in FINE]
         if bad and self._since is None:
             self._since = time.monotonic()
@@ -438,13 +442,13 @@ class InProcess:
         return found
 
     def left_out(self) -> set[int]:
-        """Those of this node that are no part of it any more."""
+        """The members of this node that no longer take part."""
         if self.plan is None:
             return set()
         return set(self._mine) - set(self.plan.order) - set(self.plan.reserves)
 
     def lose(self, nodes: Mapping[str, str]) -> bool:
-        """These nodes are lost, and how. Whether the others go on without them, or may yet."""
+        """Take note of lost nodes, and how each was lost. True if the others go on without them, or may."""
         if self._conductor is None or self.plan is None or self.over is not None:
             return False
         for node in nodes.keys() - self._lost:
@@ -454,20 +458,20 @@ class InProcess:
         return self.between or not any(self._nodes.get(member) in nodes for member in self.plan.order)
 
     def explains(self, member: int, code: int) -> bool:
-        """Whether the end of a worker is no failure of its own: it was told of when it happened, or asked."""
+        """Whether a worker's end is no failure of its own: it was already reported as a fault, or wanted."""
         if self.over is None:
             return member in self.left_out()
         faults = {fault.member for fault in self.over.faults}
         return code == self.over.exit_code or member in self.left_out() | faults
 
     def ranks(self) -> dict[int, int]:
-        """Of this node's members those that train, by the rank that they were started with; their ranks."""
+        """The rank of each of this node's members that train, by the rank that it was started with."""
         order = self.plan.order if self.plan is not None else sorted(self._mine)
         first = 0 if self.plan is not None else min(self._mine)
         return {member: rank for rank, member in enumerate(order, first) if member in self._mine}
 
     def close(self) -> None:
-        """Nobody is kept or conducted any more. Again: nothing."""
+        """Stop keeping and conducting. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -478,7 +482,7 @@ class InProcess:
 
 
 class _Renewed(msgspec.Struct, frozen=True, kw_only=True):
-    """What of an announcement, and of what workers were handed, a plan renews."""
+    """The fields of an announcement, and of the workers' hand-over, that a plan renews."""
 
     attempt: int
     epoch: int
@@ -487,7 +491,7 @@ class _Renewed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _teller(chosen: InProcessSettings, node: str) -> Callable[[str], None]:
-    """Who is told what this node's keeper and conductor see: the log that the settings ask for."""
+    """Logs what this node's keeper and conductor see, also in the file that the settings ask for."""
     try:
         path = log_path(chosen, node)
     except OSError as error:
@@ -504,5 +508,5 @@ def _teller(chosen: InProcessSettings, node: str) -> Callable[[str], None]:
 
 
 def _connect(told: AttemptAnnouncement) -> Store:
-    """A client of its own: one that waits would hold up whoever shares it."""
+    """A new client: one that waits would hold up whoever shares it."""
     return PrefixStore(PREFIX, connect(told.master_addr, told.master_port))

@@ -2,15 +2,15 @@
 
 Guarantees: nothing that a process sends can end or mislead the agent: only processes of this user that are
 workers or were started by one are listened to, messages are typed and bounded, and anything else closes that
-connection. A rank is overdue only by time that this process was awake to see: if it finds that it was itself
-stopped (SIGSTOP, a suspended machine), every clock starts afresh, loudly.
+connection. A rank becomes overdue only by time that this process was awake to see: if it finds that it was
+itself stopped (SIGSTOP, a suspended machine), every clock starts afresh, and that is reported.
 
 A rank that has not said hello is overdue `policy.timeouts.hello_limit` after the start of the workers, if the
 script's ranks are known to say hello: another rank of this attempt has, or some did in an earlier one
-(`expect`). If nobody ever heard a rank of the script, only the processes are watched; that is said once.
+(`expect`). If no rank of the script was ever heard, only the processes are watched; that is said once.
 
-The node's time limits are learned for the attempts and launches that follow. Within an attempt they stand
-still: what is seen is smoothed with what was known at its start, however often it is written. That the ranks
+The node's time limits are learned for the attempts and launches that follow. Within an attempt they do not
+change: what is seen is smoothed with what was known at its start, however often it is written. That the ranks
 of a command say hello, and how long they took, is kept at once. Learning never ends a run: a failed write is
 reported once, and nobody waits for a file system that does not answer.
 """
@@ -89,13 +89,13 @@ StopWord = StopWish | Promise | Halted
 
 @dataclass
 class StopWords:
-    """By global rank. The first word of each kind stays, but for a wish that has become urgent."""
+    """By global rank. The first word of each kind stays, except that a wish may become urgent."""
 
     wishes: dict[int, StopWish] = field(default_factory=dict)
     promises: dict[int, int] = field(default_factory=dict)
-    """The step that it does not go past before it knows where all stop."""
+    """The step that the rank does not go past before it knows where all stop."""
     halted: dict[int, int] = field(default_factory=dict)
-    """The step after which it stopped, its state being safe."""
+    """The step after which the rank stopped, with its state safe."""
 
     def take(self, rank: int, word: StopWord) -> None:
         if isinstance(word, StopWish):
@@ -112,28 +112,28 @@ class StopWords:
 
 @dataclass(frozen=True)
 class Hearing:
-    """Who of a node's ranks can be spoken to."""
+    """Which of a node's ranks can be spoken to."""
 
     there: frozenset[int]
-    """Has said hello and listens."""
+    """Those that have said hello and listen."""
     done: frozenset[int]
-    """Has said that its training is over."""
+    """Those that have said that their training is over."""
     defer: frozenset[int] = frozenset()
-    """Takes SIGTERM as a request to save together: only SIGKILL ends it at once."""
+    """Those that take SIGTERM as a request to save together: only SIGKILL ends them at once."""
 
 
 LOOK = 0.1
-"""Seconds between two looks at what has come. Nobody waits on the sockets themselves: a send that had to
+"""Seconds between two looks at what has arrived. Nobody waits on the sockets themselves: a send that had to
 wake this process would cost a rank's step several times as much."""
 LOOK_FOR_ANSWERS = 0.005
 LOOK_WHILE_STOPPING = 0.02
 BLIND = 5.0
-"""Seconds between two ticks from which on the agent counts as having been stopped itself."""
+"""If more seconds than this pass between two ticks, the agent counts as having been stopped itself."""
 UNHEARD = 300.0
-"""Seconds after which a rank that has not said hello is told."""
+"""Seconds after which a rank that has not said hello is reported."""
 MESSAGES_AT_ONCE = 1000
 PENDING = 60.0
-"""Seconds for which a process of this agent may wait to be named by `begin`."""
+"""Seconds for which a process of this agent may wait until `begin` names it."""
 CONNECTIONS = 1024
 
 
@@ -150,7 +150,7 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """The last step it completed."""
     progress: int = 0
-    """How far it is, compared with others."""
+    """How far it has come, compared with others."""
     stopped: bool = False
     """Whether its process is stopped by a signal."""
 
@@ -191,7 +191,7 @@ class _Rank:
     seen: Seen | None = None
     dropped: int = 0
     speaker: int = 0
-    """The process that last spoke for it: the worker, or one that the worker has started."""
+    """The process that last spoke for it: the worker, or a process that the worker started."""
     hello_after: float | None = None
     """Seconds from the start of the workers to its first hello of this attempt."""
 
@@ -203,7 +203,7 @@ def _ignore(message: str) -> None:
 class Monitor:
     """One for all attempts of an agent. Every method may be called from any thread.
 
-    `directory` must be, and if it is made here will be, accessible to its owner only.
+    `directory` must be accessible to its owner only, and is made so if it is made here.
     """
 
     def __init__(self, directory: Path, limits: Limits, tell: Callable[[str], None] = _ignore) -> None:
@@ -249,7 +249,7 @@ class Monitor:
                     self._drop(connection)
 
     def go_on(self, ranks: Collection[int], reserves: Collection[int], learned: Learned) -> None:
-        """The same workers go on, as another attempt: those that are left, with all clocks afresh."""
+        """The same workers, as far as they are left, go on as another attempt; all clocks start afresh."""
         with self._lock:
             for rank in set(self._ranks) - set(ranks):
                 left = self._ranks.pop(rank)
@@ -258,19 +258,19 @@ class Monitor:
                     self._drop(left.connection)
             for known in self._ranks.values():
                 if known.connection is not None:
-                    self._read(known.connection)  # its farewell may lie there, or already its next hello
+                    self._read(known.connection)  # its farewell may be waiting, or already its next hello
                 if known.connection is None or (known.state is not None and known.state.done):
                     known.state = known.seen = known.hello_after = None
             self._learned, self._waiting = learned, frozenset(reserves)
             self._fresh = time.monotonic()
 
     def expect(self, known: HelloRecord | None) -> None:
-        """What was kept of this command's ranks: if something was, all of them have to say hello."""
+        """Set what was kept about this command's ranks: if there is anything, all have to say hello."""
         with self._lock:
             self._expected = known
 
     def hellos(self) -> tuple[float, float] | None:
-        """Of those that said hello in this attempt: their initial limit, and how long the slowest took."""
+        """The initial limit of the ranks that said hello in this attempt, and how long the slowest took."""
         with self._lock:
             heard = [known for known in self._ranks.values() if known.hello_after is not None]
             if not heard:
@@ -280,9 +280,9 @@ class Monitor:
             return initial, max(known.hello_after or 0.0 for known in heard)
 
     def overdue(self, ended: Collection[int] = ()) -> list[Overdue]:
-        """The ranks that have used up the limit that rules them now, the most overdue first.
+        """The ranks that have used up the limit that applies to them now, the most overdue first.
 
-        `ended`: ranks whose processes have ended, which nothing rules any more.
+        `ended`: ranks whose processes have ended, to which no limit applies any more.
         """
         with self._lock:
             self._notice_blindness()
@@ -312,10 +312,10 @@ class Monitor:
         ranks: Mapping[int, int] | None = None,
         excused: Callable[[Overdue], bool] = lambda _: False,
     ) -> StillRunning:
-        """What this node has to say where it is asked whether the group hangs (`policy.timeouts.hanging`).
+        """What this node says when it is asked whether the group hangs (`policy.timeouts.hanging`).
 
-        `ranks`: by what each worker was started with, its present rank, where that differs. `excused`:
-        whether an overdue rank counts as one that is in time.
+        `ranks`: the rank each worker was started with → its present rank, if that differs. `excused`: whether
+        an overdue rank counts as one that is in time.
         """
         ranks = ranks or {}
         overdue = self.overdue(ended)
@@ -343,7 +343,7 @@ class Monitor:
         return StillRunning(node=node, late=late, in_time=min(in_time, default=None))
 
     def _ruling(self, rank: int, known: _Rank, now: float) -> Ruling | None:
-        """What rules a rank; None where nothing does."""
+        """The limit that applies to a rank; None if none does."""
         if known.state is not None:
             if known.state.done or (known.state.exiting and _has_exited(known)):
                 return None
@@ -354,14 +354,14 @@ class Monitor:
         expected = self._hello_limit()
         if expected is not None:
             return Ruling(HELLO, "", expected, waited) if self._listener.reachable else None
-        # Whether it is to say hello is not known yet. Others may wait for it, but not for longer than this.
+        # It is not known yet whether it will say hello. Others may wait for it, but no longer than this.
         limit = self._limits.initial
         return Ruling(HELLO, "", limit, waited) if limit and waited <= limit else None
 
     def _hello_limit(self) -> float | None:
-        """Seconds after the start of the workers by which all have to have said hello; 0 is off.
+        """Seconds after the start of the workers by which all must have said hello; 0 means no limit.
 
-        None: it is not known that they do.
+        None: it is not known that they say hello at all.
         """
         said, kept = self.hellos(), self._expected
         if said is None and kept is None:
@@ -384,12 +384,12 @@ class Monitor:
             return self._limits_of(known) if known is not None else self._limits
 
     def last_steps(self) -> dict[int, int]:
-        """Global rank → the last step it completed, of those that said hello."""
+        """Global rank → the last step it completed, for ranks that said hello."""
         with self._lock:
             return {rank: known.state.step for rank, known in self._ranks.items() if known.state is not None}
 
     def sections(self) -> dict[int, str]:
-        """Global rank → the innermost section it is in, empty for none, of those that said hello."""
+        """Global rank → the innermost section it is in (empty for none), for ranks that said hello."""
         with self._lock:
             return {r: known.state.section for r, known in self._ranks.items() if known.state is not None}
 
@@ -404,7 +404,7 @@ class Monitor:
             return any(known.learns for known in self._ranks.values())
 
     def observed(self) -> tuple[dict[str, Observed], Observed]:
-        """What the ranks measured in this attempt: by section, and between sections; the longest of all."""
+        """What the ranks measured in this attempt, by section and between sections: the longest of all."""
         sections: dict[str, Observed] = {}
         gaps = Observed()
         with self._lock:
@@ -416,11 +416,11 @@ class Monitor:
         return sections, gaps
 
     def ask(self, rank: int, timeout: float) -> bytes | None:
-        """What the rank testifies to be doing; None if it does not say so in time."""
+        """The rank's testimony of what it is doing; None if it does not answer in time."""
         return self.ask_all([rank], timeout)[rank]
 
     def ask_all(self, ranks: Iterable[int], timeout: float) -> dict[int, bytes | None]:
-        """Ask several ranks at once and wait for all, at most `timeout` seconds together."""
+        """Ask several ranks at once and wait for all, at most `timeout` seconds in all."""
         deadline = time.monotonic() + timeout
         asked = {rank: self._put(rank, timeout) for rank in ranks}
         return {
@@ -447,7 +447,7 @@ class Monitor:
             return Hearing(there=here - done, done=done, defer=defer - done)
 
     def tell(self, rank: int, message: Prepare | StopAt) -> bool:
-        """Send a rank what it must know to stop; whether it could be sent. From now on looks are quick."""
+        """Send a rank what it must know to stop; returns whether that worked. From now on looks are quick."""
         with self._lock:
             self._look = LOOK_WHILE_STOPPING
             known = self._ranks.get(rank)
@@ -506,7 +506,7 @@ class Monitor:
             what = f"it has {limit:g} s for that from its start"
         else:
             what = (
-                "a hang there is not found, only the end of its process. Use holdfast.Run in the script to "
+                "a hang there is not noticed, only the end of its process. Use holdfast.Run in the script to "
                 "have its sections watched"
             )
         self._tell(f"rank {shown} has not said hello in {UNHEARD:g} s: {what}")
@@ -525,7 +525,7 @@ class Monitor:
             return True
         connection = _Connection(line, pid, time.monotonic())
         self._connections[line.fileno()] = connection
-        # A worker may be quicker than `begin`: who is not known yet is not read, and judged then.
+        # A worker may be quicker than `begin`: a process that is not known yet is not read, and judged then.
         if not self._adopt(connection) and not descends(pid, os.getpid()):
             self._drop(connection)
             self._refuse(f"process {pid}, which no worker of this node has started,")
@@ -536,7 +536,7 @@ class Monitor:
         for connection in list(self._connections.values()):
             if connection.rank is None and now - max(connection.since, self._fresh) > PENDING:
                 self._drop(connection)
-                self._refuse(f"process {connection.pid}, which is no worker of this attempt,")
+                self._refuse(f"process {connection.pid}, which is not a worker of this attempt,")
 
     def _refuse(self, who: str) -> None:
         self._refused += 1
@@ -591,12 +591,12 @@ class Monitor:
             except (Garbage, ValueError) as error:
                 self._drop(connection)
                 self._tell(
-                    f"rank {connection.rank} (process {connection.pid}) sent what no Holdfast sends: "
+                    f"rank {connection.rank} (process {connection.pid}) sent what Holdfast never sends: "
                     f"{str(error)[:200]}. It is no longer listened to"
                 )
                 return
             except Gone:
-                self._drop(connection)  # the process's own end is seen elsewhere
+                self._drop(connection)  # the process's end is seen elsewhere
                 return
 
     def _take(self, connection: _Connection, message: FromRank) -> None:
@@ -655,13 +655,13 @@ class Monitor:
 
     def _limits_of(self, known: _Rank) -> Limits:
         limits = known.limits or self._limits
-        # What was learned is about the loop: an evaluation after it is often a longer one.
+        # What was learned is about the loop: an evaluation after it often takes longer.
         exiting = known.state is not None and known.state.exiting
         return apply(self._learned, limits) if known.learns and not exiting else limits
 
 
 def _has_exited(known: _Rank) -> bool:
-    """Whether what spoke for a rank is gone while its worker lives: a shell that has more to do, say."""
+    """Whether the process that spoke for a rank is gone while its worker, perhaps a shell, still lives."""
     if known.connection is not None or known.speaker in (0, known.pid):
         return False
     process = proc.read(known.speaker)
@@ -669,7 +669,7 @@ def _has_exited(known: _Rank) -> bool:
 
 
 def _stopped(known: _Rank) -> bool:
-    """Whether the process that speaks for a rank, or should, is stopped by a signal."""
+    """Whether the process that speaks, or should speak, for a rank is stopped by a signal."""
     process = proc.read(known.connection.pid if known.connection is not None else known.pid)
     return process is not None and process.state == "T"
 
@@ -683,7 +683,7 @@ LEARN_EVERY = 1.0
 PERIOD = 30.0
 """Seconds between two writes during an attempt."""
 LONGER = 1.25
-"""How many times as long as known a rank must have taken to its hello for that to be written."""
+"""A rank's time to its hello is written if it is more than this many times the longest known."""
 
 
 class Learner:
@@ -703,7 +703,7 @@ class Learner:
         self._wrote = time.monotonic()
         self._failed = False
         self._hello: HelloRecord | None = None
-        """What is known of this command's ranks; looked for until there is something."""
+        """What is known of this command's ranks; it is looked for until something is found."""
         self._hellos = Look(lambda: read_hello(control, self._command), "hello")
         self._next_look = 0.0
         self._writing: Bounded[None] | None = None
@@ -719,19 +719,19 @@ class Learner:
         return self._earlier
 
     def go_on(self, monitor: Monitor, attempt: int) -> Learned:
-        """The same workers go on as another attempt: what it begins with, as `begin` says it."""
+        """The same workers go on as another attempt: what was learned so far, as from `begin`."""
         self.keep(monitor)
         return self.begin(self._node, attempt)
 
     def poll(self, monitor: Monitor) -> None:
-        """Call it now and then during an attempt, from its start on."""
+        """To be called now and then during an attempt, from its start on."""
         if time.monotonic() - self._wrote >= PERIOD:
             self.keep(monitor)
         else:
             self._learn_hello(monitor)
 
     def _learn_hello(self, monitor: Monitor) -> None:
-        """Who is known to say hello: what was kept, and what was heard here."""
+        """Learn who says hello: from what was kept, and from what was heard here."""
         known = self._hello = self._hello or self._kept_hello()
         said = monitor.hellos()
         if said is not None:
@@ -745,7 +745,7 @@ class Learner:
         monitor.expect(self._hello)
 
     def _kept_hello(self) -> HelloRecord | None:
-        """What any node has kept, looked for every now and then."""
+        """What any node has kept; it is looked for every now and then."""
         now = time.monotonic()
         if now < self._next_look:
             return None
@@ -777,7 +777,7 @@ class Learner:
         return found
 
     def _write(self, store: Callable[[], None]) -> str:
-        """Why it could not be written; empty if it was."""
+        """Write it; returns why that failed, or nothing."""
         if self._writing is None or self._writing.ended():
             self._writing = Bounded(store, "learned-timeouts")
             self._writing.ended(PATIENCE)

@@ -1,15 +1,15 @@
-"""An attempt that is asked to stop: all ranks of all nodes after the same step, by a deadline.
+"""An attempt that is asked to stop: all ranks of all nodes stop after the same step, by a deadline.
 
 The agents agree as parties of stop/agreement.py, whichever of them saw the request: each lets its ranks
 promise a step and hands on the highest promise, and the leading one names the step. Ranks that have stopped
-end by themselves; when those of all nodes have, the leading agent gives the notice of it.
+end by themselves; when the ranks of all nodes have ended, the leading agent gives notice of it.
 
 Guarantee: every agent of the attempt learns of the request or of the attempt's end, and nothing here waits:
-`poll` looks and returns. A stop that does not come to its end by the deadline (which the ranks mind
-themselves) ends with the workers killed and code 32, on every node that can still be reached.
+`poll` looks and returns. A stop that is not complete by the deadline (which the ranks enforce themselves)
+ends with the workers killed and code 32, on every node that can still be reached.
 
-With several nodes the words go through the attempt in the round's store: besides those of the agreement
-`stop/leaving/<group rank>`, and how many nodes are `stop/done`, and on how many a rank has `stop/halted`.
+With several nodes the words go through the attempt in the round's store: besides those of the agreement,
+`stop/leaving/<group rank>`, how many nodes are `stop/done`, and on how many a rank has `stop/halted`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ from holdfast.train import Prepare, StopAt, StopWish
 
 # What asks a running attempt to stop, as the agent of one node sees it.
 #
-# A signal to this agent and one that reached a rank are seen here by every agent. What is there for all of
-# them to see (the stop file, an operator's record, the job's time limit) is looked at by the leading agent
-# alone, once a second. A file system that does not answer holds up neither the look at the rest nor the
-# agent.
+# Every agent sees here a signal to itself and one that reached a rank of its own. What all of them could see
+# (the stop file, an operator's record, the job's time limit) is looked at by the leading agent alone, once a
+# second. A file system that does not answer holds up neither the look at the rest nor the agent.
 
 
 LOOK = 1.0
 """Seconds between two looks at what lies in files."""
 BY_ITSELF = (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
-"""Codes by which a rank says that it was asked to stop, where it could not tell its agent."""
+"""Codes with which a rank says that it was asked to stop, if it could not tell its agent."""
 
 
 class StopRequests:
@@ -85,16 +84,18 @@ class StopRequests:
         if received is None:
             return None
         node, sender = self._attempt.place.node, self._context.signals.sender
-        told = f"{received.name}{from_whom(sender)} to the launcher on {node}"
-        return StopRequest(source=Source.SIGNAL, detail=told, signal=received.name, sender=sender, node=node)
+        detail = f"{received.name}{from_whom(sender)} to the launcher on {node}"
+        return StopRequest(
+            source=Source.SIGNAL, detail=detail, signal=received.name, sender=sender, node=node
+        )
 
     def _by_rank(self, ended: Mapping[int, int], wishes: Mapping[int, StopWish]) -> StopRequest | None:
         node = self._attempt.place.node
         for rank, wish in sorted(wishes.items()):
-            told = f"{wish.why} on {node}"
+            detail = f"{wish.why} on {node}"
             source = Source(wish.source) if wish.source in set(Source) else Source.SIGNAL
             return StopRequest(
-                source=source, detail=told, signal=wish.signal, sender=wish.sender, node=node, rank=rank
+                source=source, detail=detail, signal=wish.signal, sender=wish.sender, node=node, rank=rank
             )
         for rank, code in sorted(ended.items()):
             if code in BY_ITSELF:
@@ -119,7 +120,7 @@ class StopRequests:
         context = self._context
         try:
             return stop_asked(context.control, [context.launch, *context.earlier_launches])
-        except ControlError:  # it is looked for again, and told of where the directory is needed
+        except ControlError:  # it is looked for again, and reported where the directory is needed
             return None
 
     def _warn(self, told: str) -> None:
@@ -130,13 +131,13 @@ class StopRequests:
 QUICK = 0.03
 """Seconds between two looks while something is being agreed on."""
 CROWD = 32
-"""Nodes from which on looks are less quick."""
+"""With more nodes than this, looks are less quick."""
 QUICK_FOR = 5.0
-"""Seconds for which looks are that quick: after that only a save or a hang takes so long."""
+"""Seconds for which looks are that quick: only a save or a hang takes longer."""
 LEARN = 0.25
 """Seconds between two looks for another node's request."""
 OVERTIME = 8.0
-"""Seconds beyond the deadline until the agent ends ranks that should have ended themselves by then."""
+"""Seconds after the deadline at which the agent ends ranks that should have ended by themselves."""
 LAST_WORDS = 1.0
 """Seconds for the monitor to read what a rank said before it ended."""
 FINE = (int(ExitCode.OK), int(ExitCode.STOPPED))
@@ -144,13 +145,13 @@ FINE = (int(ExitCode.OK), int(ExitCode.STOPPED))
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it is handed round."""
+    """A request as the agents pass it on."""
 
     request: StopRequest
     limit: Deadline
-    """From the request on."""
+    """Counted from the request."""
     leaves: str = ""
-    """The node that alone is to leave a group which may shrink; empty if the whole run is to stop."""
+    """The node that is to leave a group that may shrink; empty if the whole run is to stop."""
 
 
 class Stopping:
@@ -194,7 +195,7 @@ class Stopping:
 
     @property
     def of_all(self) -> bool:
-        """Whether the whole run is to stop, and not a node of it alone."""
+        """Whether the whole run is to stop, and not only one of its nodes."""
         return self._handed is not None and not self._handed.leaves
 
     @property
@@ -205,15 +206,15 @@ class Stopping:
         return QUICK * max(1.0, self._attempt.place.nodes / CROWD)  # all of them ask one store
 
     def failed(self, ended: Mapping[int, int]) -> bool:
-        """Whether a worker has ended as none should."""
+        """Whether a worker has ended with a code that none should end with."""
         fine = FINE if self._handed is not None else (int(ExitCode.OK),)
         return any(code not in fine for code in ended.values())
 
     def poll(self, ended: Mapping[int, int], *, between: bool = False) -> Notice | None:
-        """See to the stop, if there is one: the notice of its end, once there is one.
+        """See to the stop, if there is one; returns the notice of its end, once there is one.
 
-        `between`: the ranks are between two attempts, where nobody can save. A request is learnt then, and
-        whoever lets them go on asks for it.
+        `between`: the ranks are between two attempts, where nobody can save. A request is only learned then;
+        whoever would let them go on asks for it.
         """
         words = self._context.monitor.stop_words()
         if self._handed is None:
@@ -237,7 +238,7 @@ class Stopping:
     # -- the request ----------------------------------------------------------------------------------------
 
     def _learn(self, ended: Mapping[int, int], words: StopWords) -> bool:
-        """Whether there is a request now: this node's own, unless another one's came first."""
+        """Whether there is a request now: this node's own, unless another node's came first."""
         found = self._requests.look(ended, words.wishes)
         mine = self._hand(found) if found is not None else None
         if mine is None and not self._may_read():
@@ -295,7 +296,7 @@ class Stopping:
         return None if seconds is None else seconds - (time.monotonic() - self._limited)
 
     def _hasten(self) -> None:
-        """The scheduler may end the job sooner than who asked knew: the leading agent sees, and tells all."""
+        """The scheduler may end the job sooner than the requester knew: the leading agent tells all."""
         if self._attempt.place.leads:
             ends_at = self._context.scheduler.ends_at
             closer = sooner(self._left(), None if ends_at is None else ends_at - time.time())
@@ -306,7 +307,7 @@ class Stopping:
         if closer is None or closer.seconds is None:
             return
         self._limit, self._limited = closer, time.monotonic()
-        self._prepared.clear()  # every rank is told again, and minds the shorter one
+        self._prepared.clear()  # every rank is told again, and keeps to the shorter deadline
         if self._attempt.place.leads:
             self._attempt.journal.write(StopHastened(seconds=closer.seconds, why=closer.why))
         say(
@@ -315,7 +316,7 @@ class Stopping:
         )
 
     def _take_leave(self) -> None:
-        """In a group that may go on: who was told to stop itself says so."""
+        """In a group that may go on: a node that was itself told to stop says so."""
         handed = self._handed
         if self._leaving or handed is None or not handed.leaves or self._context.signals.received is None:
             return
@@ -352,7 +353,7 @@ class Stopping:
             self._said = True
 
     def _agree(self) -> None:
-        """Name the step if this node leads, and all have spoken; else learn it."""
+        """Name the step if this node leads and all have spoken; otherwise learn it."""
         attempt = self._attempt
         self._agreed = self._agreement.named(attempt.lost_nodes())
         if self._agreed is None:
@@ -369,7 +370,7 @@ class Stopping:
             return self._end_them(agreed.code, "its ranks cannot be asked to save")
         if agreed.step is not None:
             monitor = self._context.monitor
-            self._prepare()  # who has said hello only now
+            self._prepare()  # for ranks that have said hello only now
             for rank in monitor.hearing().there - self._told:
                 if monitor.tell(rank, StopAt(agreed.step)):
                     self._told.add(rank)
@@ -379,11 +380,11 @@ class Stopping:
         return self._finish(ended, words)
 
     def _end_them(self, code: int, why: str) -> Notice | None:
-        """The workers are ended as they are; on several nodes the leading agent says so."""
+        """End the workers as they are; with several nodes, the leading agent gives the notice."""
         return self._conclude(code, why) if self._attempt.place.leads else None
 
     def _finish(self, ended: Mapping[int, int], words: StopWords) -> Notice | None:
-        """When the ranks of all nodes have ended by themselves, the leading agent gives the notice."""
+        """Once the ranks of all nodes have ended by themselves, the leading agent gives the notice."""
         attempt = self._attempt
         halted = bool(words.halted) or int(ExitCode.STOPPED) in ended.values()
         alive = set(self._workers.pids) - set(ended)
@@ -413,11 +414,11 @@ class Stopping:
         return bool(speaking) and time.monotonic() - self._ended_at < LAST_WORDS
 
     def _finished(self) -> Notice:
-        """The last step of the run was reached before the stop was."""
+        """The run reached its last step before it reached the stop."""
         return self._attempt.give(Notice(kind="finished", node=self._attempt.place.node))
 
     def _hurried(self, ended: Mapping[int, int], words: StopWords) -> Notice | None:
-        """A second request means now, unless all that was asked for is done."""
+        """A second request means "now", unless everything that was asked for is done."""
         if len(ended) == len(self._workers.pids) and not self.failed(ended):
             return None
         again = self._context.signals.again
@@ -440,7 +441,7 @@ class Stopping:
         return self._force(f"not all ranks had ended by the deadline ({self._limit.why})", words)
 
     def _force(self, why: str, words: StopWords, rank: int | None = None) -> Notice:
-        """The workers are ended as they are. A rank halts when the state of all is safe: that is no loss."""
+        """End the workers as they are. A rank halts when the state of all is safe: then nothing is lost."""
         why = f"the state is saved, but not all ranks had ended: {why}" if words.halted else why
         if not self._forced:
             self._forced = True
@@ -449,7 +450,7 @@ class Stopping:
         return self._conclude(int(ExitCode.STOPPED if words.halted else ExitCode.STOPPED_UNSAVED), why)
 
     def _conclude(self, code: int, why: str = "") -> Notice:
-        """The notice of the end, the same for all nodes; the others go on if a node only leaves."""
+        """Give the notice of the end, the same for all nodes; if a node only leaves, the others go on."""
         handed, attempt = self._handed, self._attempt
         assert handed is not None
         detail = f"{handed.request.detail}; {why}" if why else handed.request.detail

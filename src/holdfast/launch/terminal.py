@@ -1,10 +1,10 @@
-"""What a launch tells people: in short, and by following the journal of the run.
+"""What a launch tells people: short lines of its own, and what it learns by following the run's journal.
 
 Several processes have a part in a save: rank 0, its writer, the one that drains, the one that reads back. All
-of them journal what they did, so the journal is where the leading agent learns it, whichever process is alive
-by then. Which checkpoint a restart refused, which it took, and when the run was back, rank 0 journals too.
+of them journal what they did, so the leading agent learns it from the journal, whichever process is alive by
+then. Rank 0 also journals which checkpoint a restart refused, which it took, and when the run was back.
 
-Guarantee: nobody waits for this. Storage that does not answer costs lines; looking takes at most `SHARE` of
+Guarantee: nobody waits for this. If storage does not answer, lines are lost; looking takes at most `SHARE` of
 the time; and a run that saves at every step does not flood the terminal.
 """
 
@@ -33,9 +33,9 @@ from holdfast.record import RECOVERY, ControlDirectory, FailureRecord, decision_
 
 
 def say(text: str, *, attempt: int | None = None, account: Account | None = None) -> None:
-    """Nobody may be there to read it (`2>&1 | head -1`), or the log's disk be full: no fault of the job.
+    """Print a line. If nobody reads it (`2>&1 | head -1`) or the log's disk is full, the job is not at fault.
 
-    `account`: of the incident that this line tells.
+    `account`: that of the incident which this line reports.
     """
     kind, level, more = None, "", dict[str, Any]()
     if account is not None:
@@ -50,12 +50,12 @@ def say(text: str, *, attempt: int | None = None, account: Account | None = None
 
 
 def live_line(attempt: int | None = None) -> LiveLine:
-    """For a wait of the launcher's."""
+    """A line that shows a wait of the launcher."""
     return LiveLine(LineSource.LAUNCHER, attempt=attempt)
 
 
 def silence(descriptor: int) -> None:
-    """Nobody reads this any more: from here on nothing fails for it, nor in what is started later."""
+    """Nobody reads this any more: from here on, writing to it does not fail, nor in what is started later."""
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, descriptor)
@@ -68,8 +68,8 @@ def next_step(code: int) -> str:
 
 # An incident in one line, from the records of a release that kept no account of it. Without torch.
 #
-# `holdfast status` shows this line where there is no `account.json`. The records may be of any release: an
-# action that is not known here is shown by its own name.
+# `holdfast status` shows this line if there is no `account.json`. The records may be of any release: an
+# action that is not known here is shown under its own name.
 
 
 MESSAGE_LIMIT = 240
@@ -101,7 +101,7 @@ class ShownDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, decision: msgspec.Struct | dict[str, Any]) -> ShownDecision:
-        """Of a decision, or of what a record of one holds; what is of another shape is left out."""
+        """From a decision, or from the content of its record; what has another shape is left out."""
         fields = msgspec.to_builtins(decision)
         try:
             return msgspec.convert(fields, cls)
@@ -178,26 +178,26 @@ def _named(exclusion: dict[str, Any]) -> str:
 
 
 WRITERS = frozenset({"rank-0", "writer-0", "drain", "read-back"})
-"""Those who journal what becomes of a save."""
+"""The writers that journal what becomes of a save."""
 LOOK = 0.5
 """Seconds between two looks, if looking takes next to no time."""
 SHARE = 0.05
 MOST_A_MINUTE = 120
 CATCH_UP = 1.0
-"""Seconds that an incident waits for what happened before it to be told."""
+"""Seconds for which an incident waits until what happened before it has been printed."""
 CLOSE = 2.0
 """Seconds for the last look."""
 LAST_LINE = 5.0
-"""Seconds for what the whole run came to."""
+"""Seconds for the line that sums up the whole run."""
 MOST_READ = 16 * 1024 * 1024
-"""Bytes of journal that are read to say what an incident cost; of a longer one only the newest attempts."""
+"""Bytes of journal that are read to say what an incident cost; of a longer one, only the newest attempts."""
 
 
 class SavesTold:
-    """One for a launch. `follow` and `close` return at once, or nearly so."""
+    """Prints saves and incidents; one per launch. `follow` and `close` return at once, or nearly so."""
 
     def __init__(self, journal: Path, say: Callable[[str], None], *, enabled: bool = True) -> None:
-        """`enabled`: saves are told too; incidents always are."""
+        """`enabled`: whether saves are printed too; incidents always are."""
         self._journal = journal
         self._say = say
         self._enabled = enabled
@@ -214,7 +214,7 @@ class SavesTold:
         self._left_out = 0
 
     def follow(self, attempt: int, *, leads: bool) -> None:
-        """An attempt begins: its saves are told here if this agent leads it, and elsewhere if not."""
+        """An attempt begins: its saves are printed here if this agent leads it, and elsewhere if not."""
         self._leads, self._attempt = leads, attempt
         if not leads or self._thread is not None or self._ending:
             return
@@ -222,29 +222,29 @@ class SavesTold:
         thread = threading.Thread(target=self._work, args=(reader,), name="holdfast-saves", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no thread to be had: the launcher has other worries
+        except RuntimeError:  # no thread can be had: the launcher has other worries
             return
         self._thread = thread
 
     @property
     def attempt(self) -> int | None:
-        """The attempt whose saves are told; None before there is one."""
+        """The attempt whose saves are printed; None before there is one."""
         return self._attempt or None
 
     def catch_up(self) -> None:
-        """What was journalled before this is told before what comes next, if that takes but a moment."""
+        """Print what was journalled before this ahead of what comes next, if that takes only a moment."""
         if self._thread is not None:
             self._looked.clear()
             self._wanted.set()
             self._looked.wait(CATCH_UP)
 
     def fell(self, account: Account) -> None:
-        """An incident was told: from here on it is followed until the run is back where it was."""
+        """An incident was printed: from here on, it is followed until the run is back where it was."""
         with self._lock:
             self._story.fell(account)
 
     def finished(self, run_dir: str) -> None:
-        """The run is done: the last line, with what all its incidents came to."""
+        """The run is done: print the last line, with what all its incidents came to."""
         self.close()
         if not self._leads or self._thread is None:
             return
@@ -259,7 +259,7 @@ class SavesTold:
         return closing_line(found, remarks_of(lines, found), self._step, run_dir)
 
     def close(self) -> None:
-        """Tell what has been journalled by now, and no more."""
+        """Print what has been journalled by now, and no more."""
         self._ending = True
         self._wanted.set()
         if self._thread is not None:
@@ -303,7 +303,7 @@ class SavesTold:
                 self._say(back_line(incident, target))
 
     def _read(self, since: int) -> list[JournalLine]:
-        """The run's journal; of a long one only the attempts from `since` on."""
+        """The run's journal; if it is long, only the attempts from `since` on."""
         try:
             whole = sum(path.stat().st_size for path in self._journal.iterdir()) <= MOST_READ
             newest = max(since, self._attempt - 1)

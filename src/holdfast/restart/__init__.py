@@ -1,7 +1,7 @@
 """In-process restart: after a fault the training function starts again in the same processes.
 
 For the function, its members and their keepers, the conductor, and leaving torch's process groups.
-Promises: an iteration ends for all or none; who hangs is ended by its keeper; the shared budgets bound it.
+Promises: an iteration ends for all or none; keepers end members that hang; the shared budgets bound restarts.
 Never: go on in a process whose state is not known to be sound.
 """
 

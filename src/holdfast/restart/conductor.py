@@ -1,11 +1,10 @@
 """The conductor: says who takes part in each iteration, and when there is no further one.
 
 Guarantees: only one conductor makes plans, each plan is made once, and none before every member is at the
-barrier or known to be gone. Each of its waits is bounded: who is not at the barrier after barrier_timeout
-(at the first one, after the launcher's initial limit if that is longer),
-or whose node's keeper is silent for heartbeat_timeout, is gone for good; if too few are left, or `authorise`
-does not grant another iteration, everything is over, and that is said too. Time counts only while this
-process was awake.
+barrier or known to be gone. Each of its waits is bounded: a member that is not at the barrier after
+barrier_timeout (at the first one, after the launcher's initial limit if that is longer), or whose node's
+keeper is silent for heartbeat_timeout, is gone for good. If too few are left, or `authorise` does not grant
+another iteration, everything is over, and that is said too. Only time in which this process was awake counts.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ if TYPE_CHECKING:
 
 # The stage that says who is who: `policy.reassignment.reassign`, or a function that the settings name.
 #
-# Guarantee: whatever that function does, no plan has a member twice, one that is not there, or none at all:
-# an answer that would is an error with its reason, and the job is handed over.
+# Guarantee: whatever that function does, no plan names a member twice, names one that is not there, or has no
+# members at all: an answer that would lead to such a plan is an error with its reason, and the job is handed
+# over.
 
 
 Assign = Callable[..., Assignment | Shortage]
@@ -75,24 +75,24 @@ def assigner(name: str) -> Assign:
         return reassign
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        assign = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"inprocess.assign = {name!r} is not to be found: {error}. Name a function that can be imported "
+            f"inprocess.assign = {name!r} cannot be found: {error}. Name a function that can be imported "
             "where the launcher runs, as package.module:function"
         ) from error
-    if not callable(found):
-        raise ConfigError(f"inprocess.assign = {name!r} is a {type(found).__name__}, and no function")
-    assign: Assign = found
-    return assign
+    if not callable(assign):
+        raise ConfigError(f"inprocess.assign = {name!r} is a {type(assign).__name__}, not a function")
+    stage: Assign = assign
+    return stage
 
 
 def sound(found: Assignment | Shortage, present: AbstractSet[int]) -> Assignment | Shortage:
-    """An answer that a plan can be made of; ValueError says what is wrong with any other."""
+    """The answer, if a plan can be made of it; otherwise ValueError says what is wrong with it."""
     if isinstance(found, Shortage):
         return found
     if not isinstance(found, Assignment):
-        raise ValueError(f"inprocess.assign answered {found!r:.100}, and no Assignment or Shortage")
+        raise ValueError(f"inprocess.assign answered {found!r:.100}, not an Assignment or a Shortage")
     named = [*found.order, *found.reserves]
     if not found.order or len(set(named)) < len(named) or not set(named) <= present:
         raise ValueError(
@@ -105,7 +105,7 @@ def sound(found: Assignment | Shortage, present: AbstractSet[int]) -> Assignment
 QUICK, CALM = 0.005, 0.05
 """Seconds between two looks at the counters: while something is being agreed, and while the function runs."""
 BLIND = 5.0
-"""Seconds between two looks from which on this process counts as having been stopped itself."""
+"""If more seconds than this pass between two looks, this process counts as having been stopped itself."""
 JOIN = 5.0
 
 
@@ -113,26 +113,26 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
     """The question whether there may be another iteration."""
 
     iteration: int
-    """The one that ended by a fault."""
+    """The iteration that ended with a fault."""
     faults: list[Fault]
     order: list[int]
     """Its members by rank."""
     ready: list[Ready]
-    """Who is at the barrier."""
+    """The members that are at the barrier."""
     committed: int
     """The highest step that any of them knows to be committed."""
     following: list[int]
-    """The members by rank that the next iteration would have."""
+    """The members, by rank, that the next iteration would have."""
     nodes: dict[int, str] = {}
     """Each member's node, as far as it is known."""
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True):
     launch: dict[str, object] = {}
-    """What of `LaunchInfo` is new."""
+    """The fields of `LaunchInfo` that have changed."""
     reason: str = ""
     decision: Decision | None = None
-    """What it rests on, where members are to tell of it themselves."""
+    """The decision behind it, if the members are to report it themselves."""
 
 
 class Denied(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ Authorise = Callable[[Restart], Granted | Denied]
 
 
 class Conductor:
-    """One for each job. `nodes`: member → node as far as it is known beforehand; more is learnt."""
+    """One for each job. `nodes`: member → node as far as it is known beforehand; the rest is learned."""
 
     def __init__(
         self,
@@ -158,10 +158,10 @@ class Conductor:
         *,
         first_barrier: float = 0.0,
     ) -> None:
-        """`first_barrier`: seconds that members may take to the first iteration, if more than to others."""
+        """`first_barrier`: seconds that members may take to the first barrier, if more than to the others."""
         self.plan: IterationPlan | None = None
         self.over: Over | None = None
-        """The newest that was told; may be read from any thread."""
+        """The newest plan, and the end once it was announced; may be read from any thread."""
         self.completed = False
         self._store = store
         self._nodes = dict(nodes)
@@ -175,7 +175,7 @@ class Conductor:
         """Members that may still come to a barrier."""
         self._lost = 0
         self._found: dict[int, Fault] = {}
-        """What befell the members that are gone since the last plan."""
+        """What befell the members that have gone since the last plan."""
         self._faulted: Counter[int] = Counter()
         self._beats: dict[str, tuple[int, float]] = {}
         """Each keeper's last sign of life, and when it was noticed."""
@@ -188,7 +188,7 @@ class Conductor:
         self._thread.start()
 
     def lose(self, node: str, why: str) -> None:
-        """From any thread: this node is lost, as somebody else has found out."""
+        """This node is lost, as somebody else has found out. May be called from any thread."""
         self._reported[node] = why
 
     @property
@@ -207,23 +207,23 @@ class Conductor:
         try:
             self._conduct()
         except (RuntimeError, *UNREADABLE) as error:  # torch's DistNetworkError, DistStoreError, …
-            self.over = _handed_over(lost_store(error), [])  # nobody can be told
+            self.over = _handed_over(lost_store(error), [])  # the members cannot be told
             self._tell(self.over.reason)
 
     def _conduct(self) -> None:
         iteration = 0
         while (ready := self._gather(iteration)) is not None:
-            told = self._choose(iteration, ready)
-            self._store.compare_set(plan_key(iteration), "", text(told))
-            if isinstance(told, Over):
-                self.over = told
-                self._tell(f"no further iteration: {told.reason}")
+            following = self._choose(iteration, ready)
+            self._store.compare_set(plan_key(iteration), "", text(following))
+            if isinstance(following, Over):
+                self.over = following
+                self._tell(f"no further iteration: {following.reason}")
                 return
-            self.plan = told
-            self._awaited &= {*told.order, *told.reserves}
-            self._tell(f"iteration {iteration}: {len(told.order)} ranks. {told.reason}".strip())
+            self.plan = following
+            self._awaited &= {*following.order, *following.reserves}
+            self._tell(f"iteration {iteration}: {len(following.order)} ranks. {following.reason}".strip())
             self._clear(iteration - 1)
-            end = self._attend(told)
+            end = self._attend(following)
             if end is None or end.kind is EndKind.COMPLETED:
                 self.completed = end is not None
                 return
@@ -255,7 +255,7 @@ class Conductor:
         awaited = sorted(self._awaited)
         if not awaited or self._store.check([ready_key(iteration, member) for member in awaited]):
             return []
-        return [one for one in awaited if not self._store.check([ready_key(iteration, one)])]
+        return [member for member in awaited if not self._store.check([ready_key(iteration, member)])]
 
     def _ready(self, iteration: int) -> dict[int, Ready]:
         awaited = sorted(self._awaited)
@@ -265,7 +265,7 @@ class Conductor:
         return found
 
     def _choose(self, iteration: int, ready: Mapping[int, Ready]) -> Next:
-        """What comes as this iteration, and what is known of the one before."""
+        """What this iteration is to be, with what is known of the one before."""
         return msgspec.structs.replace(
             self._next(iteration, ready),
             ended=max((one.attempt for one in ready.values()), default=0),
@@ -359,7 +359,7 @@ class Conductor:
         return sorted(found.values(), key=lambda fault: (fault.at, fault.member))
 
     def _clear(self, iteration: int) -> None:
-        """Take what nobody reads any more out of the store: a job may have many iterations."""
+        """Remove from the store what nobody reads any more: a job may have many iterations."""
         for member in self._nodes if iteration >= 0 else ():
             self._store.delete_key(ready_key(iteration, member))
             self._store.delete_key(fault_key(iteration, member))

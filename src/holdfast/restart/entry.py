@@ -1,8 +1,9 @@
 """How a process becomes a member: what it is handed, who it is, its keeper, and the store.
 
 Under `holdfast run` all of it is handed over. Otherwise each node's local rank 0 starts a keeper process, and
-the others of the node learn its address from the store: torchrun's, or one that rank 0's keeper hosts at
-MASTER_ADDR:MASTER_PORT. Every wait is bounded by barrier_timeout; who cannot join raises HandedOverError.
+the node's other ranks learn its address from the store: torchrun's, or one that rank 0's keeper hosts at
+MASTER_ADDR:MASTER_PORT. Every wait is bounded by barrier_timeout; a process that cannot join raises
+HandedOverError.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class KeeperHandover(msgspec.Struct, frozen=True, kw_only=True):
 
 LOOPBACK = "127.0.0.1"
 _WHICH_START = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-"""What tells one start of the ranks from another: torchrun's store goes on when it starts them again."""
+"""What distinguishes one start of the ranks from another: torchrun's store survives a second start."""
 
 
 class Ranks(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this process was started as."""
+    """The ranks that this process was started with."""
 
     member: int = 0
     members: int = 1
@@ -66,25 +67,25 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Ranks:
-        """As torchrun or Slurm say it; a process that nobody numbered is alone."""
+        """As torchrun or Slurm set them; a process that nobody numbered is alone."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        if "RANK" not in environ and "SLURM_STEP_ID" in environ:  # a batch script is no task of a step
+        if "RANK" not in environ and "SLURM_STEP_ID" in environ:  # a batch script is not a task of a step
             names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         if names[0] not in environ:
             return cls()
-        found = {}
+        numbers = {}
         for field, name in zip(("member", "members", "local_rank"), names, strict=True):
             text = environ.get(name, "")
             if not text.isdecimal():
                 raise UsageError(
-                    f"{names[0]} is set, but {name} is {text!r} and no number; set all of {names}"
+                    f"{names[0]} is set, but {name} is {text!r}, which is not a number; set all of {names}"
                 )
-            found[field] = int(text)
-        return cls(**found)
+            numbers[field] = int(text)
+        return cls(**numbers)
 
 
 class Joined:
-    """A member's place in a job. `store` is for one thread; others make a client of their own: `client`."""
+    """A member's place in a job. `store` is for one thread; others get their own connection with `client`."""
 
     def __init__(
         self, ranks: Ranks, node: str, prefix: str, host: str, port: int, patience: float, *, launched: bool
@@ -97,7 +98,7 @@ class Joined:
         self.store: Store | None = self.client()
 
     def client(self) -> Store:
-        """Another connection to the store: a wait in one does not hold up the other."""
+        """Another connection to the store: a wait on one does not hold up the other."""
         from torch.distributed import PrefixStore
 
         try:
@@ -106,7 +107,7 @@ class Joined:
             first_line = str(error).partition("\n")[0]
             raise HandedOverError(
                 f"member {self.member} cannot reach the store at {self._host}:{self._port} within "
-                f"{self._patience:g} s: {first_line}. See whether rank 0 was started, and whether all nodes "
+                f"{self._patience:g} s: {first_line}. Check that rank 0 was started, and that all nodes "
                 "have the same MASTER_ADDR and MASTER_PORT"
             ) from error
 
@@ -125,9 +126,9 @@ def join(
     max_restarts: int = LaunchSettings().max_restarts,
     first_barrier: float = 0.0,
 ) -> Joined:
-    """Become a member. `node` and `max_restarts` as in the settings of launch.
+    """Become a member. `node` and `max_restarts` are as in the settings of launch.
 
-    `first_barrier`: seconds that others may take to the first iteration, if more than barrier_timeout.
+    `first_barrier`: seconds that members may take to reach the first barrier, if more than barrier_timeout.
     """
     ranks = Ranks.from_environment(environ)
     handed = KeeperHandover.from_environment(environ)
@@ -152,7 +153,7 @@ def _join_by_ourselves(
     host, port = _address(environ, ranks)
     prefix = "/".join([PREFIX, *(environ[name] for name in _WHICH_START if environ.get(name))])
     if ranks.member == 0 and ranks.local_rank != 0:
-        raise UsageError(f"RANK 0 has to be LOCAL_RANK 0 on its node, and is {ranks.local_rank}")
+        raise UsageError(f"RANK 0 has to be LOCAL_RANK 0 on its node, but is {ranks.local_rank}")
     path = ""
     if ranks.local_rank == 0:
         duties = Duties(
@@ -192,14 +193,14 @@ def _address(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
         return LOOPBACK, 0
     if not host or not port.isdecimal():
         raise UsageError(
-            f"{ranks.members} ranks have to find each other: set MASTER_ADDR and MASTER_PORT to the same on "
-            f"all of them (here they are {host!r} and {port!r}), or use `holdfast run` or torchrun"
+            f"{ranks.members} ranks have to find each other: set MASTER_ADDR and MASTER_PORT to the same "
+            f"values on all of them (here they are {host!r} and {port!r}), or use `holdfast run` or torchrun"
         )
     return host, int(port)
 
 
 def _node_of(environ: Mapping[str, str], configured: str) -> str:
-    """The node's name, made unique where several groups of workers may share a host."""
+    """The node's name, made unique if several groups of workers may share a host."""
     name = node_name(configured, environ)
     group = environ.get("GROUP_RANK", "")
     several = environ.get("GROUP_WORLD_SIZE", "1") != "1"

@@ -1,12 +1,12 @@
-"""`holdfast.restartable`: a function that starts again in place, and what is wrong with a start of it.
+"""`holdfast.restartable`: a function that starts again in place, and the checks before it is first started.
 
-Guarantee: whatever can be known beforehand to turn a restart into an end is refused before anything is
-started, all at once, each with its field, its value, where that came from and what to do.
+Guarantee: whatever is known beforehand to make a restart fail is refused before anything is started. All
+problems are named at once, each with its field, its value, where that came from and what to do.
 
-What the environment's part protects from:
+What the checks of the environment protect from:
 
-- TORCH_NCCL_RETHROW_CUDA_ERRORS: torch's watchdog of NCCL, told of a failed collective, ends the process by
-  throwing on; at 0 it only ends itself. groups.py sets it for as long as there are groups of ours.
+- TORCH_NCCL_RETHROW_CUDA_ERRORS: torch's watchdog of NCCL, when it learns of a failed collective, ends the
+  process by rethrowing; at 0 it only ends itself. groups.py sets it for as long as there are groups of ours.
 - NCCL_NVLS_ENABLE: communicators that use NVLink SHARP are not known to survive being aborted and made again;
   nvidia-resiliency-ext, which restarts functions too, asks for the same.
 - TORCH_CPP_LOG_LEVEL: torch warns of every wait in a store that ends without an answer, and here many do.
@@ -57,8 +57,8 @@ def refuse(
 ) -> None:
     """Raise ConfigError if a restart could not work.
 
-    `backend` and `group_timeout`: as for `init_process_group`; an empty backend and None leave them to torch.
-    `members`: the ranks that were started.
+    `backend` and `group_timeout`: as for `init_process_group`; empty and None leave them to torch.
+    `members`: how many ranks were started.
     """
     chosen = effective.settings.inprocess
     if not chosen.enabled:
@@ -78,10 +78,10 @@ def refuse(
 
 
 def prepare(environ: MutableMapping[str, str], backend: str) -> list[str]:
-    """Set what a restart wants of the environment and nobody has set; says what is only a nuisance.
+    """Set what a restart needs in the environment, unless somebody has set it; returns mere nuisances.
 
-    NCCL's part is read when the first group is made. The level of the log was read when torch was imported,
-    and so helps only the processes that are started from here.
+    NCCL's part is read when the first group is made. The log level was read when torch was imported, and so
+    helps only the processes that are started from here.
     """
     if _uses_nccl(backend) is not False:
         environ.setdefault(NVLS, "0")
@@ -89,18 +89,18 @@ def prepare(environ: MutableMapping[str, str], backend: str) -> list[str]:
     if level.strip().lower() in _QUIET:
         return []
     return [
-        f"{LOG_LEVEL} = {level} (environment): torch will tell of every wait in a restart that ends without "
+        f"{LOG_LEVEL} = {level} (environment): torch will warn of every wait in a restart that ends without "
         "an answer; set it to error unless that is wanted"
     ]
 
 
 def _uses_nccl(backend: str) -> bool | None:
-    """Of `nccl`, or of `cpu:gloo,cuda:nccl`; None if torch is to choose."""
+    """Whether a backend such as `nccl` or `cpu:gloo,cuda:nccl` uses NCCL; None if torch is to choose."""
     return "nccl" in backend.lower() if backend else None
 
 
 def _forgotten(effective: Effective) -> list[str]:
-    """Settings that nothing reads because the switch was never touched; who turned it off means it."""
+    """Settings that nothing reads because the switch was never touched. Turning it off counts as meant."""
     if effective.sources[f"{SECTION}enabled"] != "default":
         return []
     given = [
@@ -117,7 +117,7 @@ def _forgotten(effective: Effective) -> list[str]:
 
 
 def _unknown_to_launcher(effective: Effective, environ: Mapping[str, str]) -> list[str]:
-    """What the launcher reads before it starts the script cannot be said in the script."""
+    """What the launcher reads before it starts the script cannot be set in the script."""
     if LAUNCHED not in environ or HANDED in environ:
         return []
     source = effective.sources[f"{SECTION}enabled"]
@@ -157,7 +157,7 @@ def _contradicted(environ: Mapping[str, str]) -> list[str]:
 
 
 def _scheduler(environ: Mapping[str, str]) -> list[str]:
-    """Under a launcher the tasks of srun are its agents, and they outlive a rank."""
+    """Without a launcher only: under one, the tasks of srun are its agents, and they outlive a rank."""
     task = environ.get("SLURM_PROCID")
     alone = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS")) == "1"
     if task is None or alone or LAUNCHED in environ or "TORCHELASTIC_RUN_ID" in environ:
@@ -179,7 +179,7 @@ def _scheduler(environ: Mapping[str, str]) -> list[str]:
 def _torch_version() -> str:
     try:
         return metadata.version("torch")
-    except metadata.PackageNotFoundError:  # not installed as a package: then nothing is known
+    except metadata.PackageNotFoundError:  # not installed as a package, so nothing is known
         return ""
 
 
@@ -203,8 +203,8 @@ def _too_old(version: str) -> list[str]:
 # train()
 # ```
 # On a fault anywhere (an exception, a lost process, a rank that stands still, a request) all healthy
-# processes leave the function, and it starts again in them, within the same budgets as restarts by the
-# launcher.
+# processes leave the function, and it starts again in them. The budgets are those for the launcher's
+# restarts.
 
 
 log = logging.getLogger("holdfast")
@@ -229,9 +229,9 @@ def restartable(
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
     """Make a function restartable, as the settings say; they are spelt as for `Run`.
 
-    `backend` and `timeout` (seconds) are those of the process group. A stage that is given takes the place of
-    the one that would be; see `holdfast.restart.member`. The call returns what the function returned in
-    this process, and None in one that stayed a reserve.
+    `backend` and `timeout` (seconds) are those of the process group. A stage that is given replaces the
+    default one; see `holdfast.restart.member`. The call returns what the function returned in this process,
+    and None in a process that stayed a reserve.
     """
     given = {
         "initialize": initialize,
@@ -243,7 +243,7 @@ def restartable(
     }
     stages = Stages(**{name: stage for name, stage in given.items() if stage is not None})  # type: ignore[arg-type]
     if callable(file):
-        raise UsageError("write @holdfast.restartable() with parentheses: what they hold are its settings")
+        raise UsageError("write @holdfast.restartable() with parentheses: they hold its settings")
 
     def wrap(function: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(function)
@@ -265,7 +265,7 @@ def _call(
     backend: str,
     timeout: float,
 ) -> T | None:
-    CrashHook()  # stays: an error that ends the call ends the process with its own code
+    CrashHook()  # stays installed: an error that ends the call ends the process with its own exit code
     launched = LaunchInfo.from_environment(os.environ)
     effective = sources.load(
         one_config(file, launched),
@@ -273,7 +273,7 @@ def _call(
         keywords=keywords,
     )
     if current() is not None:
-        raise UsageError("a restartable function was called inside of another one; only one can restart")
+        raise UsageError("a restartable function was called inside another one; only one can restart")
     backend = backend or default_backend()
     started = int(os.environ.get("WORLD_SIZE", "1"))
     refuse(effective, os.environ, backend, started, group_timeout=timeout or None)
@@ -282,8 +282,8 @@ def _call(
     if dist.is_initialized():
         raise UsageError(
             "torch.distributed was initialised before a restartable function was called, so its groups "
-            "cannot be made anew after a fault. Leave init_process_group to `restartable`, or give it as "
-            "`initialize`"
+            "cannot be made anew after a fault. Leave init_process_group to `restartable`, or call it in a "
+            "function given as `initialize`"
         )
     for nuisance in prepare(os.environ, backend):
         log.warning("holdfast: %s", nuisance)
@@ -303,7 +303,7 @@ def _call(
 
 
 def _once(function: Callable[[], T], backend: str) -> T:
-    """As a plain script: one call, with the groups that the launcher's environment describes."""
+    """Call the function as a plain script would: once, with the group that the environment describes."""
     ours = "RANK" in os.environ and "MASTER_ADDR" in os.environ and not dist.is_initialized()
     if ours:
         dist.init_process_group(backend)

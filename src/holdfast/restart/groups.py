@@ -1,26 +1,26 @@
 """Leaving torch's process groups and meshes after a fault, so that new ones can be made.
 
-Guarantees: after `abort` no call on a group made meanwhile waits for a peer any more, nor does the making
-of a gloo group (what gloo cannot do there: below; backends other than gloo and NCCL are only destroyed).
+Guarantees: after `abort`, no call on a group made under the watch waits for a peer any more, nor does the
+making of a gloo group (for gloo's limits see below; backends other than gloo and NCCL are only destroyed).
 After `leave` there is no group, and `init_process_group` works as in a new process. Sockets that are not the
-groups', and gloo groups that were there before, are left alone.
+groups', and gloo groups that existed before, are left alone.
 
 gloo has no call that ends a collective under way: `abort` and `shutdown` of its groups return and change
-nothing (torch 2.11 and 2.13). What ends it is the end of the connections. gloo tells that to all that wait
-on one, but not to a send or a receive of which a part has passed (`Pair::signalException` looks neither at
-`op.ubuf` of what is being sent nor at `rx_`): such a one waits on until its group's timeout, and so does
+nothing (torch 2.11 and 2.13). Only the end of its connections ends it. gloo reports that to every call that
+waits on one, except a send or a receive of which a part has passed (`Pair::signalException` looks neither at
+`op.ubuf` of what is being sent nor at `rx_`): such a call waits on until its group's timeout, and so does
 whoever destroys the group. Hence:
 
 * A connection is ended when nothing has passed over it for a moment. What healthy ranks had begun is then
   through.
 * It is ended for this process only, and kept open towards the peer until a new group is made: by then all
-  have left the old one, at a moment of their own.
+  have left the old one, each in its own time.
 * A send that got stuck half-way, because the peer takes no more, is let through first: a socket that takes
-  everything is put in the connection's place, and that is what is ended.
+  everything is put in the connection's place, and that socket is what is ended.
 
-What is not covered is a peer that was killed half-way through a message, or stood still half-way through
-one to us. Such a call ends with the group's timeout, which is thus to be shorter than what is waited for a
-rank to leave.
+Not covered is a peer that was killed half-way through a message, or that stopped half-way through one to us.
+Such a call ends with the group's timeout, which should therefore be shorter than the time that a rank is
+given to leave.
 """
 
 from __future__ import annotations
@@ -57,31 +57,32 @@ from holdfast.process import proc
 
 # Which of this process's sockets belong to gloo.
 #
-# Guarantees: only sockets that a gloo device has in its event loop are found. They are not told by when they
-# appeared, which would take in what another thread opened meanwhile, but by what holds them: the kernel lists
-# what an epoll waits for, with inodes, and that of a gloo device is known by its make: the reading end of a
-# pipe, one listening TCP socket, and a pointer to a handler as the data of each entry. libuv (torch's store),
-# asyncio and the like keep a descriptor's number there, and wake up by an eventfd or a socket pair. So a
-# store's connection, or a socket that the user opened before, meanwhile or after, is never among them.
+# Guarantees: only sockets that a gloo device has in its event loop are found. They are recognised not by when
+# they appeared, which would include what another thread opened meanwhile, but by what holds them: the kernel
+# lists what an epoll waits for, with inodes, and the epoll of a gloo device is known by its entries: the
+# reading end of a pipe, one listening TCP socket, and a pointer to a handler as the data of each entry. libuv
+# (torch's store), asyncio and the like keep a descriptor's number as that data, and are woken by an eventfd
+# or a socket pair. So a store's connection, or a socket that the user opened before, meanwhile or after, is
+# never among them.
 #
-# A descriptor may be closed and given out again at any moment. So each is duplicated before it is used, and
+# A descriptor may be closed and its number reused at any moment. So each is duplicated before it is used, and
 # what the duplicate refers to is compared with the kernel's list.
 
 
 _ENTRY = re.compile(r"^tfd:\s*(\d+) events:\s*(\w+) data:\s*(\w+)\s+pos:\w+ ino:(\w+)", re.MULTILINE)
 _DIAL_SECONDS = 1.0
-"""For one connection to a listener in this process: it takes microseconds."""
+"""Limit for one connection to a listener in this process: it takes microseconds."""
 
 
 class Descriptor(NamedTuple):
-    """An open file, told from any later one under the same number."""
+    """An open file, distinguishable from any later one under the same number."""
 
     number: int
     inode: int
 
 
 class Entry(NamedTuple):
-    """What an event loop waits for."""
+    """One thing that an event loop waits for."""
 
     descriptor: Descriptor
     events: int
@@ -89,24 +90,24 @@ class Entry(NamedTuple):
 
     @property
     def connecting(self) -> bool:
-        """The connection is not a pair's yet: who it is for is still being said."""
+        """The connection does not belong to a pair yet: the peer is still saying for which it is."""
         return bool(self.events & select.EPOLLONESHOT)
 
     @property
     def sending(self) -> bool:
-        """A send has begun that the connection did not take as a whole."""
+        """A send has begun that the connection has not yet taken as a whole."""
         return bool(self.events & select.EPOLLOUT) and not self.connecting
 
 
 class GlooDevice(NamedTuple):
-    """A group's place on the network: an event loop, and the socket on which the others connect to it."""
+    """A group's place on the network: an event loop, and the socket to which the others connect."""
 
     epoll: int
     listener: Descriptor
 
 
 def gloo_devices() -> set[GlooDevice]:
-    """All that this process has now."""
+    """All gloo devices that this process has now."""
     found = set()
     for number in proc.descriptors():
         with contextlib.suppress(OSError):
@@ -133,11 +134,11 @@ def connections(device: GlooDevice) -> list[Entry]:
 
 
 def dial(device: GlooDevice, pairs: int) -> None:
-    """Free who waits for a peer that is to connect to this device and never will.
+    """Free threads that wait for a peer that should connect to this device and never will.
 
-    There is no connection to shut then, and to shut the listener would end the process. But who connects says
-    only which pair it is for, by a number that gloo counts up from 0 for each device: so we connect in the
-    peer's place, and hang up.
+    There is no connection to shut then, and shutting the listener would end the process. But a peer that
+    connects says only which pair it is for, by a number that gloo counts up from 0 for each device: so we
+    connect in the peer's place, and hang up.
     """
     with contextlib.suppress(OSError), duplicate(device.listener) as listener:
         address, family = listener.getsockname(), listener.family
@@ -149,13 +150,13 @@ def dial(device: GlooDevice, pairs: int) -> None:
 
 
 def shut(descriptor: Descriptor, how: int = socket.SHUT_RDWR) -> None:
-    """End a connection, if it is still the same; the descriptor stays its owner's to close."""
+    """End a connection, if it is still the same; closing the descriptor is left to its owner."""
     with contextlib.suppress(OSError), duplicate(descriptor) as connection:
         connection.shutdown(how)
 
 
 def connections_to(port: int) -> set[Descriptor]:
-    """TCP connections of this process to a port, wherever that is."""
+    """TCP connections of this process to a port, on whatever host."""
     found = set()
     for number in proc.descriptors():
         with contextlib.suppress(OSError):
@@ -163,19 +164,19 @@ def connections_to(port: int) -> set[Descriptor]:
             if not stat.S_ISSOCK(status.st_mode):
                 continue
             descriptor = Descriptor(number, status.st_ino)
-            with duplicate(descriptor) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+            with duplicate(descriptor) as line:
+                if line.family in (socket.AF_INET, socket.AF_INET6) and line.getpeername()[1] == port:
                     found.add(descriptor)
     return found
 
 
 @contextlib.contextmanager
 def duplicate(descriptor: Descriptor) -> Iterator[socket.socket]:
-    """A second descriptor of the same socket; OSError if the number stands for something else by now."""
+    """A second descriptor of the same socket; OSError if the number refers to something else by now."""
     number = os.dup(descriptor.number)
     try:
         if os.fstat(number).st_ino != descriptor.inode:
-            raise OSError(f"descriptor {descriptor.number} was closed and given out again")
+            raise OSError(f"descriptor {descriptor.number} was closed and its number reused")
         copy = socket.socket(fileno=number)
     except OSError:
         os.close(number)
@@ -185,17 +186,17 @@ def duplicate(descriptor: Descriptor) -> Iterator[socket.socket]:
 
 
 def _device(epoll: int) -> GlooDevice | None:
-    """What an epoll belongs to, if that is a gloo device."""
+    """The gloo device that an epoll belongs to, if it belongs to one."""
     listeners, pipes = [], 0
     for descriptor, _, handler in _entries(epoll):
         if handler & 0xFFFFFFFF == descriptor.number:
-            return None  # a number, and not an address; what stands in its upper half is chance
+            return None  # a number, not an address; its upper half is arbitrary
         kind = _mode(descriptor)
         if stat.S_ISFIFO(kind):
             pipes += 1
         elif stat.S_ISSOCK(kind):
-            with contextlib.suppress(OSError), duplicate(descriptor) as one:
-                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            with contextlib.suppress(OSError), duplicate(descriptor) as line:
+                if line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     listeners.append(descriptor)
     return GlooDevice(epoll, listeners[0]) if pipes == 1 and len(listeners) == 1 else None
 
@@ -216,17 +217,17 @@ def _entries(epoll: int) -> list[Entry]:
 
 
 QUIET_SECONDS = 0.03
-"""Without any byte, after which a connection counts as quiet."""
+"""A connection counts as quiet after this long without any byte."""
 RESTLESS_SECONDS = 1.0
-"""After which a connection is ended even if bytes still pass."""
+"""A connection is ended after this long even if bytes still pass."""
 SWALLOW_SECONDS = 10.0
-"""For one send to be taken, at memory's speed."""
+"""Limit for taking one send, at memory's speed."""
 _LOOK_SECONDS = 0.01
 _CHUNK = 1 << 20
 
 
 class _Sighting(NamedTuple):
-    """What was seen of a connection: since when it is looked at, and since when just this has passed."""
+    """What was seen of a connection: when it was first looked at, since when this has passed, and what."""
 
     first: float
     since: float
@@ -242,7 +243,7 @@ class GlooFreeing:
         self._ended: set[Descriptor] = set()
 
     def free(self, device: GlooDevice) -> bool:
-        """Whether all its connections are ended; where not, call again a little later."""
+        """Whether all its connections are ended; if not, call again a little later."""
         done = True
         for entry in connections(device):
             if entry.connecting:
@@ -283,7 +284,7 @@ class GlooFreeing:
 
 
 def _passed(descriptor: Descriptor) -> bytes:
-    """How many bytes the peer has taken and we have got, as the kernel counts them."""
+    """How many bytes the peer has taken and we have received, as the kernel counts them."""
     with contextlib.suppress(OSError), duplicate(descriptor) as connection:
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)[120:136]
     return b""
@@ -295,11 +296,11 @@ def _divert(device: GlooDevice, entry: Entry) -> Descriptor | None:
     theirs.setblocking(False)
     number = entry.descriptor.number
     with theirs, contextlib.suppress(OSError):
-        with duplicate(entry.descriptor):  # what is there is still what was listed
+        with duplicate(entry.descriptor):  # the number still refers to what was listed
             _epoll_ctl(device.epoll, _EPOLL_CTL_DEL, number, 0, 0)
             os.dup2(theirs.fileno(), number, inheritable=False)
         diverted = Descriptor(number, os.fstat(number).st_ino)
-        # Where gloo has just registered it itself, with what it waits for by now, that stands.
+        # If gloo has just registered it itself, with the events it now waits for, its own entry stands.
         _epoll_ctl(device.epoll, _EPOLL_CTL_ADD, number, entry.events, entry.handler)
         swallow = threading.Thread(
             target=_swallow, args=(device, diverted, ours), name="holdfast-swallow", daemon=True
@@ -325,7 +326,7 @@ def _swallow(device: GlooDevice, diverted: Descriptor, ours: socket.socket) -> N
                     ours.shutdown(socket.SHUT_WR)
 
 
-# epoll_ctl: Python does not let us give the data of an entry.
+# epoll_ctl: Python does not let us set the data of an entry.
 
 _EPOLL_CTL_ADD, _EPOLL_CTL_DEL = 1, 2
 
@@ -336,7 +337,7 @@ class _Event(ctypes.Structure):
 
 
 def _epoll_ctl(epoll: int, what: int, number: int, events: int, handler: int) -> None:
-    """OSError where the kernel refuses, except to add what is there already."""
+    """OSError if the kernel refuses, except where it refuses to add what is already there."""
     event = _Event(events & (select.EPOLLIN | select.EPOLLOUT), handler)
     library = ctypes.CDLL(None, use_errno=True)
     if library.epoll_ctl(epoll, what, number, ctypes.byref(event)) == -1:
@@ -347,14 +348,16 @@ def _epoll_ctl(epoll: int, what: int, number: int, events: int, handler: int) ->
 
 # What torch keeps of device meshes and DTensors beyond their groups' end, and must not take into new ones.
 #
-# Two meshes over the same ranks count as equal. So what DTensor has in its caches (torch 2.11 and 2.13) for a
-# mesh of the last iteration is what it hands out for one of the next: results with the old mesh, and with
-# that the old groups, which 2.13 keeps in the mesh itself. And DTensor's random numbers go on where they
-# were, in place of starting as in a new process.
+# Two meshes over the same ranks count as equal. So what DTensor has cached (torch 2.11 and 2.13) for a mesh
+# of the last iteration is what it hands out for one of the next: results with the old mesh, and with that the
+# old groups, which 2.13 keeps in the mesh itself. And DTensor's random numbers would go on where they were,
+# instead of starting as in a new process.
 
 
 def forget_meshes() -> bool:
-    """In the main thread; for other threads' caches too, if they are Python's. Whether there were any."""
+    """Call in the main thread; clears other threads' caches too, if they are Python's. True if any mesh was
+    found.
+    """
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return False
@@ -368,18 +371,18 @@ def forget_meshes() -> bool:
     if clear_plans is not None:  # torch 2.11 has no such cache
         clear_plans()
     _random._rng_tracker = None
-    for one in gc.get_objects():
-        # By its exact type: to ask an object itself would run code of whatever is there.
-        if type(one) is DeviceMesh:
+    for item in gc.get_objects():
+        # By its exact type: asking an object itself could run anybody's code.
+        if type(item) is DeviceMesh:
             found = True
-            _drop_groups(one)
-        elif type(one) is functools._lru_cache_wrapper and one.__module__.startswith("torch.distributed."):
-            one.cache_clear()  # some belong to functions inside of functions, with no name to be found by
+            _drop_groups(item)
+        elif type(item) is functools._lru_cache_wrapper and item.__module__.startswith("torch.distributed."):
+            item.cache_clear()  # some belong to nested functions, which cannot be found by name
     return found
 
 
 def _drop_groups(mesh: Any) -> None:
-    """A thread of torch's own may still have it in a cache: it then finds the new group of that name."""
+    """A thread of torch's own may still have the mesh cached: it then finds the new group of that name."""
     groups = mesh.__dict__.get("_pg_registry")
     if groups is not None:
         groups.clear()
@@ -389,30 +392,30 @@ def _drop_groups(mesh: Any) -> None:
 
 
 def forget(error: BaseException | None, chosen: InProcessSettings) -> None:
-    """Drop what the frames of an error hold, and all that refers to itself; give the device's memory back.
+    """Drop what the frames of an error hold, and all cyclic garbage; give the device's memory back.
 
-    The error itself stays, and so do those that led to it: each with where it was raised as a note, in words.
-    For the traceback goes as a whole: a frame whose variables are cleared still has its function, and a
-    function inside of another (as torch's modules call their hooks from one) still has the variables of that.
+    The error itself stays, and so do those that led to it, each with a note that says where it was raised.
+    The traceback has to go as a whole: a frame whose variables are cleared still has its function, and a
+    nested function (torch's modules call their hooks from one) still has the outer function's variables.
     """
-    for one in _chain(error):
-        lines = one.__traceback__
+    for raised in _chain(error):
+        lines = raised.__traceback__
         if lines is not None:
-            one.__traceback__ = None
-            one.add_note("".join(["It was raised here:\n", *traceback.format_tb(lines)]).rstrip())
+            raised.__traceback__ = None
+            raised.add_note("".join(["It was raised here:\n", *traceback.format_tb(lines)]).rstrip())
             traceback.clear_frames(lines)
             del lines
     gc.collect()
     torch = sys.modules.get("torch")
     if chosen.empty_cuda_cache and torch is not None and torch.cuda.is_initialized():
-        # A device that is broken says so in the health check, which comes next.
+        # If the device is broken, the health check, which comes next, says so.
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_clearCublasWorkspaces()  # what the next call needs it allocates anew
+            torch._C._cuda_clearCublasWorkspaces()  # the next call allocates anew what it needs
             torch.cuda.empty_cache()
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """An error and all that it was raised from or in the course of, each once."""
+    """An error and all those from which, or while handling which, it was raised, each once."""
     found: list[BaseException] = []
     waiting = [error]
     while waiting:
@@ -429,15 +432,15 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 log = logging.getLogger("holdfast")
 
 LEAVE_SECONDS = 30.0
-"""For backends to let go of what they hold, once they were aborted: NCCL may wait for a kernel."""
+"""Limit for backends to let go of what they hold, once aborted: NCCL may wait for a kernel."""
 DROP_SECONDS = 0.05
-"""For the threads of gloo groups to end after the last reference to them is gone. What waits in one half-way
-through a message ends when the peers have left too: with the next group."""
+"""Limit for the threads of gloo groups to end once the last reference to the groups is gone. A thread that
+waits half-way through a message ends when the peers have left too: with the next group."""
 FREE_SECONDS = 0.1
-"""For one try to free who waits in gloo; who calls us has other things to watch."""
+"""Limit for one try to free what waits in gloo; the caller has other things to watch."""
 CONNECTION_TRIES = 5
 LONGEST_COLLECTIVE = 86_400.0
-"""Seconds that stand for no limit: gloo counts in milliseconds, and adds them to the time."""
+"""Stands for no limit; not larger, because gloo counts in milliseconds and adds them to the clock."""
 
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 """Read when a group is made. By default NCCL's watchdog ends the process as soon as a peer is lost."""
@@ -446,8 +449,8 @@ NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUD
 class StoreLine:
     """The store for making groups: over a connection of its own, which can be ended.
 
-    Who makes a group waits in the store for all its peers' addresses. Where one of them never comes, nothing
-    but the end of the connection frees it. One that was not ended serves the next groups as well.
+    Whoever makes a group waits in the store for all its peers' addresses. If one of them never comes, only
+    the end of the connection frees the waiting thread. A line that was not ended serves the next groups too.
     """
 
     def __init__(self, store: Store) -> None:
@@ -462,25 +465,25 @@ class StoreLine:
             if len(new) == 1:
                 self._descriptor = new.pop()
                 return
-            # Another thread has connected to the store at the same moment: which is whose cannot be told.
+            # Another thread connected to the store at the same moment: whose connection is which, is unknown.
         self.store = clone() if port else store
 
     def end(self) -> None:
-        """Free who waits in it."""
+        """Free the thread that waits in it, if one does."""
         if self._descriptor is not None:
             self.ended = True
             shut(self._descriptor)
 
 
 class GroupWatch:
-    """The groups made since it began."""
+    """Watches the groups made since it began."""
 
     def __init__(self) -> None:
         self._before = gloo_devices()
         self._excepthook = sys.excepthook
         self._made: set[GlooDevice] = set()
         self._making = 0
-        """How many ranks the group has that is being made right now; 0 if none is."""
+        """The number of ranks of the group that is being made right now; 0 if none is."""
         self._dialled: set[GlooDevice] = set()
         self._line: StoreLine | None = None
         self._aborted: list[Any] = []
@@ -494,16 +497,16 @@ class GroupWatch:
         return line.store
 
     def abort(self) -> None:
-        """Free whoever waits in a group or in the making of one. From any thread, as often as wished."""
+        """Free whatever waits in a group or in the making of one. From any thread, any number of times."""
         with self._lock:
             for free in (self._free_gloo, self._free_store, self._free_nccl):
                 try:
                     free()
-                except Exception:  # what was not freed now may be by the next call, and is by its timeout
+                except Exception:  # the next call may free what this one did not, and its timeout will
                     log.warning("groups: freeing what waits in them failed", exc_info=True)
 
     def leave(self) -> None:
-        """In the main thread, once the function was left: there are no groups from here on."""
+        """Call in the main thread, once the function was left: from here on there are no groups."""
         deadline = time.monotonic() + LEAVE_SECONDS
         self.abort()
         for thread in self._aborts:
@@ -515,17 +518,17 @@ class GroupWatch:
             raise HandedOverError(
                 f"The process groups of the last iteration were not left within {LEAVE_SECONDS:g} s: a "
                 "thread of their backend still waits, for a kernel or for a peer that was lost half-way "
-                "through a message. No new ones can be made in this process; start it anew."
+                "through a message. No new groups can be made in this process; start it anew."
             )
         if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
             sys.excepthook = self._excepthook  # torch wraps it once more with every default group
         self._aborts, self._aborted = [], []
         if forget_meshes() and gloo_devices() - self._before:
-            gc.collect()  # what the caches were the last to hold may hold itself
+            gc.collect()  # what only the caches still held may be in a reference cycle
         self._await_end()
 
     def release(self) -> None:
-        """All ranks have left these groups: what was kept open for those that had not is closed."""
+        """All ranks have left these groups: close what was kept open for those that had not."""
         self._gloo.release()
 
     # --- what frees -----------------------------------------------------------------------------------------
@@ -545,20 +548,20 @@ class GroupWatch:
         return done
 
     def _free_store(self) -> None:
-        # Only while a group is being made: what else is said over the default store is not waiting for a peer
-        # that is lost, or has a deadline of its own.
+        # Only while a group is being made: any other use of the default store either does not wait for a lost
+        # peer, or has a deadline of its own.
         if self._making and self._line is not None:
             self._line.end()
 
     def _free_nccl(self) -> None:
-        found = [one for one in _nccl_backends() if not any(one is other for other in self._aborted)]
-        if found:
-            self._aborted += found  # kept, so that each is aborted once and by one thread
+        new = [one for one in _nccl_backends() if not any(one is other for other in self._aborted)]
+        if new:
+            self._aborted += new  # kept, so that each is aborted only once, by one thread
             thread = threading.Thread(
-                target=_abort_nccl, args=(found,), name="holdfast-abort-nccl", daemon=True
+                target=_abort_nccl, args=(new,), name="holdfast-abort-nccl", daemon=True
             )
             self._aborts.append(thread)
-            thread.start()  # it may wait for a kernel, and who calls us has other things to watch
+            thread.start()  # it may wait for a kernel, and the caller has other things to watch
 
     # --- what destroys --------------------------------------------------------------------------------------
 
@@ -566,7 +569,7 @@ class GroupWatch:
         if dist.is_initialized():
             try:
                 dist.destroy_process_group()
-            except Exception:  # it is given up in any case; what counts is that nothing refers to it
+            except Exception:  # they are given up in any case; what counts is that nothing refers to them
                 log.warning("groups: torch could not destroy them; they are dropped", exc_info=True)
         _forget_groups()
 
@@ -587,7 +590,7 @@ class GroupWatch:
 
     @contextlib.contextmanager
     def _making_of(self, size: int) -> Iterator[None]:
-        self._gloo.release()  # all ranks of the new group have left those before
+        self._gloo.release()  # all ranks of the new group have left the earlier ones
         self._making = max(size, 0)
         try:
             yield
@@ -601,9 +604,9 @@ def watch_groups() -> Iterator[GroupWatch]:
     """Watch the groups that are made inside.
 
     The one place where torch's code is replaced: `_new_process_group_helper`, through which
-    `init_process_group` and `new_group` make every group in torch 2.11 and 2.13 alike. Needed to know that
-    a group is being made at present, and of how many ranks: a rank that waits there for its peers must be
-    freed in another way than one in a collective, and that way would harm a group that is whole.
+    `init_process_group` and `new_group` make every group in torch 2.11 and 2.13 alike. It is needed to know
+    that a group is being made at present, and of how many ranks: a rank that waits there for its peers must
+    be freed in a different way from one in a collective, and that way would harm a group that is complete.
     """
     watch = GroupWatch()
     original: Callable[..., Any] = c10d._new_process_group_helper
@@ -624,9 +627,9 @@ def watch_groups() -> Iterator[GroupWatch]:
 
 
 def limit_collectives(seconds: float, instead_of: float) -> None:
-    """From any thread: how long a collective of the default group may wait from now on.
+    """Set how long a collective of the default group may wait from now on. Any thread may call it.
 
-    Who waits already waits by the limit that was. A group whose limit is not `instead_of` is somebody else's.
+    A call that already waits keeps the old limit. A group whose limit is not `instead_of` is somebody else's.
     """
     before = collective_timeout()
     if before is None or abs(before - min(instead_of, LONGEST_COLLECTIVE)) > 0.01:
@@ -638,14 +641,14 @@ def limit_collectives(seconds: float, instead_of: float) -> None:
 
 
 def _port(store: Store) -> int:
-    """Where the server of a TCP store listens; 0 for other stores."""
+    """The port on which the server of a TCP store listens; 0 for other stores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else 0
 
 
 def _nccl_backends() -> list[Any]:
-    """Of all groups, in the order in which torch aborts them."""
+    """The NCCL backends of all groups, in the order in which torch aborts them."""
     if not dist.is_nccl_available():
         return []
     names = dict(c10d._world.pg_names)
@@ -660,8 +663,8 @@ def _nccl_backends() -> list[Any]:
 
 
 def _abort_nccl(backends: list[Any]) -> None:
-    """As `_abort_process_group` does it, but without its changes to what the main thread may be using."""
-    backends[0]._group_start()  # else the aborts of two may wait for each other (pytorch 119797)
+    """Abort as `_abort_process_group` does, but without its changes to what the main thread may be using."""
+    backends[0]._group_start()  # otherwise two aborts may wait for each other (pytorch 119797)
     try:
         for backend in backends:
             try:
@@ -675,8 +678,8 @@ def _abort_nccl(backends: list[Any]) -> None:
 def _forget_groups() -> None:
     """Empty torch's own lists of groups, as `destroy_process_group` does.
 
-    It cannot be called without a default group, and one that was not made to the end leaves traces all the
-    same: a raised count, by which the ranks would disagree about the names of the next groups.
+    That function cannot be called without a default group, and a group whose making was interrupted still
+    leaves traces: a raised count, because of which the ranks would disagree on the names of the next groups.
     """
     world: Any = c10d._world
     c10d._update_default_pg(None)

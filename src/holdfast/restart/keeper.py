@@ -1,14 +1,14 @@
-"""The keeper of one node's members: sees their ends, tells of them, and ends those that hang.
+"""The keeper of one node's members: sees them end, reports it, and ends those that hang.
 
-Guarantees: the end of a member's process is told within moments, whatever ended it (pidfd). A member that
-gives no sign of life for hard_timeout, whose main thread stands still for so long, that does not leave the
-function, or that a plan left out and that does not end, is killed. The first two wait for what the member is
-allowed on top while a first step is not done, unless its process is stopped. Time counts only while this
-process was awake to see; if it was itself stopped, every clock starts afresh. Nothing that a process sends
-can mislead it: only members of this user are listened to, and a pid is believed only if the kernel says it
-too.
+Guarantees: the end of a member's process is reported within moments, whatever ended it (pidfd). A member is
+killed that gives no sign of life for hard_timeout, whose main thread stands still for that long, that does
+not leave the function, or that a plan left out and that does not end. The first two limits are extended by
+the member's allowance while a first step is not done, unless its process is stopped. Only time in which this
+process was awake to see counts; if it was itself stopped, every clock starts afresh. Nothing that a process
+sends can mislead it: only members of this user are listened to, and a pid is believed only if the kernel
+confirms it.
 
-When the store is lost, members are told by the end of their connection's reading side (they may still say
+When the store is lost, members learn it from the end of their connection's reading side (they may still say
 farewell), and have hard_timeout to end.
 """
 
@@ -64,26 +64,26 @@ if TYPE_CHECKING:
 # A keeper's side of the store: says who is gone, gives signs of life, and learns the plans.
 #
 # All of it happens on a thread of its own, so that a store that does not answer never keeps the keeper from
-# seeing an end or from ending who hangs. A store that is lost, or does not answer for heartbeat_timeout, is
-# said (`lost`), once and for good.
+# seeing an end or from ending members that hang. If the store is lost, or does not answer for
+# heartbeat_timeout, `lost` says so, once and for good.
 
 
 FOLLOW = 0.5
-"""Seconds between two looks for a new plan: only who is left out by one is judged by it."""
+"""Seconds between two looks for a new plan: only members that it leaves out are judged by it."""
 PARTING = 2.0
 """Seconds for the last words."""
 
 
 class Reporter:
-    """One for each keeper. `plan` and `lost` may be read, and every method called, from any thread."""
+    """One for each keeper. Any thread may read `plan` and `lost`, and call every method."""
 
     def __init__(self, store: Store, node: str, kept: NodeKeeper, chosen: InProcessSettings) -> None:
         self.plan: Next | None = None
-        """The newest that is known."""
+        """The newest plan that is known."""
         self.planned = 0.0
         """When it became known, on the monotonic clock."""
         self.lost = ""
-        """Why the store cannot be spoken to any more; empty while it can."""
+        """Why the store can no longer be spoken to; empty while it can."""
         self._store = store
         self._node = node
         self._interval = chosen.heartbeat_interval
@@ -96,17 +96,17 @@ class Reporter:
         self._thread.start()
 
     def gone(self, member: int, fault: Fault | None) -> None:
-        """This member will never come back; without a fault: it said farewell."""
+        """This member will never come back; no fault means that it said farewell."""
         self._work.put(lambda: self._tell_gone(member, fault))
 
     def look(self, fresh: float) -> None:
-        """Whether the store still answers; `fresh`: since when this process has been awake."""
+        """Check that the store still answers; `fresh`: since when this process has been awake."""
         since = self._calling
         if since and time.monotonic() - max(since, fresh) > self._patience:
             self._lose(f"the store has not answered for {self._patience:g} s")
 
     def close(self) -> None:
-        """Say what is still to be said, bounded, and that this keeper leaves."""
+        """Say what is still to be said, within a limit, and that this keeper leaves."""
         self._work.put(lambda: self._add(LEFT))
         self._work.put(None)
         self._thread.join(PARTING)
@@ -137,9 +137,9 @@ class Reporter:
 
     def _introduce(self, kept: NodeKeeper) -> None:
         mine = text(kept)
-        found = self._store.compare_set(keeper_key(self._node), "", mine).decode()
-        if found != mine:
-            self._lose(f"the store has a keeper of {self._node} already ({found}): it is another job's")
+        kept_by = self._store.compare_set(keeper_key(self._node), "", mine).decode()
+        if kept_by != mine:
+            self._lose(f"the store has a keeper of {self._node} already ({kept_by}): it is another job's")
         self._add(KEEPS)
 
     def _routine(self) -> None:
@@ -160,7 +160,7 @@ class Reporter:
     def _tell_gone(self, member: int, fault: Fault | None) -> None:
         mine = text(fault)
         if self._store.compare_set(gone_key(member), "", mine).decode() == mine:
-            self._add(LOST)  # before the look at the plan: whoever plans looks the other way round
+            self._add(LOST)  # before the look at the plan: the planning conductor does it the other way round
         self._follow()
         plan = self.plan
         if fault is None or not isinstance(plan, IterationPlan) or member not in plan.order:
@@ -174,10 +174,10 @@ SOCKET = "restart.sock"
 LOOK = 0.1
 """Seconds between two looks at the clocks; what happens to sockets and processes is seen at once."""
 BLIND = 1.0
-"""Seconds between two looks from which on the keeper counts as having been stopped itself."""
-NO_HELLO = "its first message is no hello"
+"""If more seconds than this pass between two looks, the keeper counts as having been stopped itself."""
+NO_HELLO = "its first message is not a hello"
 LONGEST = 4096
-"""Bytes of what a member says."""
+"""Most bytes in a message of a member."""
 KILL_PATIENCE = 5.0
 """Seconds after which a process that SIGKILL has not ended is given up: it hangs in the kernel."""
 JOIN = 5.0
@@ -194,7 +194,7 @@ class _Member:
     pidfd: int = -1
     line: Packets[Said] | None = None
     heard: float = 0.0
-    """Its last sign of life on the monotonic clock; 0 before its hello."""
+    """When it last gave a sign of life, on the monotonic clock; 0 before its hello."""
     beat: Beat = field(default_factory=lambda: Beat(iteration=0))
     killed: float = 0.0
     why: str = ""
@@ -203,10 +203,10 @@ class _Member:
 
 
 class Keeper:
-    """One for each node. Whatever is public may be used from any thread.
+    """One for each node. Any thread may use whatever is public.
 
-    `members`: number → process id if it is known, of those that may say hello here; `directory` must be, and
-    if it is made here will be, accessible to its owner only. Keys go into `store` as they are.
+    `members`: number → process id if it is known, of those that may say hello here; `directory` must be
+    accessible to its owner only, and is made so if it is made here. Keys go into `store` as they are.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Keeper:
 
     @property
     def planned(self) -> bool:
-        """Whether it was said who takes part: then nobody new comes."""
+        """Whether a plan says who takes part: after that, no new member comes."""
         return self._reporter.plan is not None
 
     @property
@@ -258,7 +258,7 @@ class Keeper:
         return sum(member.pidfd >= 0 and not member.over for member in list(self._members.values()))
 
     def close(self) -> None:
-        """Watch nothing any more; what was seen is told first, bounded. The socket is gone on return."""
+        """Stop watching; what was seen is reported first, within a limit. The socket is gone on return."""
         if self._closing:
             return
         self._closing = True
@@ -278,13 +278,13 @@ class Keeper:
             while not self._closing:
                 for key, _ in self._selector.select(LOOK):
                     key.data()
-                self._notice_blindness()  # after what has come meanwhile was read
+                self._notice_blindness()  # only after reading what has come meanwhile
                 self._reporter.look(self._fresh)
                 self._notice_loss()
                 for member in self._members.values():
                     if member.pidfd >= 0 and not member.over:
                         self._judge(member)
-        finally:  # whatever happens here, members see that there is no keeper any more
+        finally:  # whatever happens here, members see that there is no longer a keeper
             for member in self._members.values():
                 self._let_go(member)
             self._selector.close()
@@ -318,13 +318,13 @@ class Keeper:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._greet(line, pid))
 
     def _greet(self, line: Packets[Said], pid: int) -> None:
-        """The first message of a connection: a hello, or nothing that is listened to."""
+        """The first message of a connection: unless it is a hello, the connection is not listened to."""
         try:
             said = line.receive()
         except Gone as error:
             self._selector.unregister(line)
             line.close()
-            if isinstance(error, Garbage):  # else it only looked whether somebody listens
+            if isinstance(error, Garbage):  # otherwise it only checked whether somebody listens
                 self._tell(f"process {pid} is not listened to: {NO_HELLO}")
             return
         if said is None:
@@ -360,7 +360,7 @@ class Keeper:
             try:
                 said = member.line.receive()
             except Gone:
-                self._hang_up(member)  # the process's own end is seen elsewhere; if it lives on, it is silent
+                self._hang_up(member)  # the process's end is seen elsewhere; if it lives on, it is silent
                 return
             if said is None:
                 return
@@ -427,7 +427,7 @@ class Keeper:
     def _rank_of(self, member: _Member) -> int:
         plan = self._reporter.plan
         if not isinstance(plan, IterationPlan) or plan.iteration < member.beat.iteration:
-            return member.beat.rank  # it knew of a newer one
+            return member.beat.rank  # it knew of a newer plan
         return plan.order.index(member.number) if member.number in plan.order else -1
 
     def _judge(self, member: _Member) -> None:
@@ -446,7 +446,7 @@ class Keeper:
     def _charge(self, member: _Member, now: float) -> str:
         """What this member is to be ended for; empty if for nothing."""
         if not member.heard:
-            return ""  # who never said hello takes no part, and is none of ours to end
+            return ""  # a process that never said hello takes no part, and is not ours to end
         hard, beat = self._hard, member.beat
         awake = now - self._fresh
         if self._lost_at and now - max(self._lost_at, self._fresh) > hard:
@@ -470,14 +470,14 @@ class Keeper:
 
 
 def log_path(chosen: InProcessSettings, node: str) -> Path | None:
-    """Where a node's keeper logs what it sees, in a directory that is there; None for nowhere."""
+    """Where a node's keeper logs what it sees, in a directory that is made if needed; None for nowhere."""
     if not chosen.monitor_process_logdir:
         return None
     place = Path(chosen.monitor_process_logdir)
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"keeper-{node}.log"
     if path.exists() and not path.is_file():  # opening a FIFO would wait for whoever reads it
-        raise OSError(errno.EINVAL, "it is there and is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it exists and is not a regular file", str(path))
     return path
 
 
@@ -498,9 +498,9 @@ def kill(pidfd: int, pid: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By a signal, or a terminal."""
-    found = proc.read(pid)
-    return found is not None and found.state == "T"
+    """Whether a signal or a terminal has stopped it."""
+    process = proc.read(pid)
+    return process is not None and process.state == "T"
 
 
 def _in_words(exit_code: int) -> str:

@@ -1,9 +1,9 @@
 """The keeper of a node without the launcher: a process of its own, started by local rank 0.
 
-Guarantees: it survives whoever started it, and what is sent to that one's session or process group; and it
-ends within seconds once none of its members is there any more. The one on rank 0's node conducts, hosts the
-store unless somebody else does, and stays for that until the other nodes' keepers have left too, or are
-silent for heartbeat_timeout.
+Guarantees: it survives its starter, and signals sent to its starter's session or process group; and it ends
+within seconds once all its members are gone. The keeper on rank 0's node conducts, and hosts the store unless
+somebody else does. For that it stays until the other nodes' keepers have left too, but after the conductor
+has finished no longer than heartbeat_timeout.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 # The history of a job without the launcher: in memory, iteration by iteration.
 #
-# With `holdfast run` the run's durable history takes this place; the policy is the same.
+# With `holdfast run` the run's durable history takes its place; the policy is the same.
 
 
 class Memory:
-    """Authorises restarts by what it remembers of those before."""
+    """Authorises restarts by what it remembers of earlier ones."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
@@ -81,16 +81,16 @@ class Memory:
 MODULE = "holdfast.restart.keeper_process"
 DIRECTORY = "holdfast-keeper-"
 STALE = 60.0
-"""Seconds after which a directory whose socket nobody listens on was left behind."""
+"""Seconds after which a directory on whose socket nobody listens counts as left behind."""
 LOOK = 0.1
 STARTING = 120.0
-"""Seconds for it to start: importing torch on many nodes from a network file system takes as long."""
+"""Seconds for it to start: importing torch on many nodes from a network file system can take that long."""
 REAPED = 10.0
-"""Seconds for what started it to end, once it has answered."""
+"""Seconds for the process that forked it to end, once it has answered."""
 PORT_PATIENCE = 10.0
 """Seconds for the store's port to become free."""
 LINGER = 5.0
-"""Seconds for which a keeper waits for members where none is there (any more)."""
+"""Seconds for which a keeper waits for members when it has none (any more)."""
 
 
 class Duties(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,12 +98,12 @@ class Duties(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     members: int
-    """On all nodes."""
+    """How many, on all nodes."""
     host: str
     port: int
-    """Of the store; 0: any free one."""
+    """The store's; 0 for any free one."""
     prefix: str
-    """Of all keys."""
+    """The prefix of all keys."""
     hosts: bool
     conducts: bool
     starter: int
@@ -113,11 +113,11 @@ class Duties(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int
     chosen: InProcessSettings
     first_barrier: float = 0.0
-    """Seconds that members may take to the first iteration, if more than barrier_timeout."""
+    """Seconds that members may take to reach the first barrier, if more than barrier_timeout."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """Its answer."""
+    """The answer of a keeper process to its starter."""
 
     path: str = ""
     port: int = 0
@@ -135,10 +135,10 @@ def start(duties: Duties) -> Started:
         answer = child.line.receive(patience)
     except Gone as error:
         answer = Started(problem=f"it ended without an answer: {error}")
-    child.hang_up()  # if it comes after all, it finds nobody to answer to, and ends
-    child.wait(0.0 if answer is None else REAPED)  # it detaches itself: this one ends before the answer
+    child.hang_up()  # if it starts after all, it finds nobody to answer, and ends
+    child.wait(0.0 if answer is None else REAPED)  # the keeper detaches: the child ends before the answer
     if answer is None:
-        raise HandedOverError(f"the keeper process of {duties.node} did not start in {patience:g} s")
+        raise HandedOverError(f"the keeper process of {duties.node} did not start within {patience:g} s")
     if answer.problem:
         raise HandedOverError(f"the keeper process of {duties.node} could not start: {answer.problem}")
     return answer
@@ -163,11 +163,11 @@ def sweep(path: Path) -> None:
         with contextlib.suppress(OSError):
             remove(path.parent.parent, path.parent.name)
     except OSError:
-        pass  # it is removed already, or takes no more connections just now
+        pass  # it is already removed, or takes no more connections just now
 
 
 def sweep_stale() -> None:
-    """The same for those whose members were killed with them; a keeper that just starts is left alone."""
+    """The same for keepers whose members were killed with them; a keeper that is just starting is spared."""
     for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY}*/{SOCKET}"):
         with contextlib.suppress(OSError):  # removed meanwhile
             info = path.parent.lstat()
@@ -180,7 +180,7 @@ def sweep_stale() -> None:
 
 
 def _log(duties: Duties) -> Callable[[str], None]:
-    """Where this process says what it sees: its log, or nowhere. What else it says goes there too."""
+    """How this process says what it sees: in its log, or not at all. Its standard error goes there too."""
     path = log_path(duties.chosen, duties.node)
     target = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(target, 2)
@@ -242,7 +242,7 @@ def _serve(duties: Duties, directory: Path, tell: Callable[[str], None], answer:
 
 
 def _host(duties: Duties) -> HostedStore:
-    """The store. Its port may still be held for a moment by the keeper of a job that has just ended."""
+    """Host the store. The keeper of a job that has just ended may hold its port for a moment longer."""
     deadline = time.monotonic() + PORT_PATIENCE
     while True:
         try:
@@ -254,7 +254,7 @@ def _host(duties: Duties) -> HostedStore:
 
 
 def _await_members(keeper: Keeper) -> None:
-    """Until no member of this node needs a keeper any more."""
+    """Wait until no member of this node needs a keeper any more."""
     alone = 0.0
     while keeper.watching or not keeper.planned:
         now = time.monotonic()
@@ -265,7 +265,7 @@ def _await_members(keeper: Keeper) -> None:
 
 
 def _await_others(keeper: Keeper, conductor: Conductor, store: Store, patience: float) -> None:
-    """Until the members of other nodes need neither store nor conductor any more."""
+    """Wait until the members of other nodes need neither store nor conductor any more."""
     over = 0.0
     while not keeper.lost:
         now = time.monotonic()
@@ -281,7 +281,7 @@ def main() -> int:
     leave_stopping_to_the_trainer()  # here: to the members
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     if os.fork():
-        os._exit(0)  # the starter waits for this one only: a child of its own would be its to reap
+        os._exit(0)  # the starter reaps this process only; it would have to reap the keeper as its own child
     duties = msgspec.json.decode(sys.argv[1], type=Duties)
     line: Packets[None] = Packets.at(int(sys.argv[2]), None)
     sweep_stale()
@@ -299,4 +299,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # a thread that hangs in a store which does not answer must not keep this process
+    os._exit(code)  # a thread that hangs in a store that does not answer must not keep this process alive

@@ -1,9 +1,9 @@
 """A member's lookout: frees the main thread when an iteration ends, and gives signs of life.
 
 Guarantees: once the iteration's end is known here, the main thread is interrupted and the groups are aborted,
-again and again until it has left the function; a main thread that makes no progress for `soft_timeout` (and
-the scope's allowance, while a first step is not done) ends the iteration for all; and the keeper hears from
-this process as long as its interpreter runs, with what it needs to end it if that does not help.
+again and again until it has left the function; a main thread that makes no progress for `soft_timeout` (plus
+the scope's allowance, while a first step is not done) ends the iteration for all; and as long as this
+process's interpreter runs, the keeper hears from it what it needs to end it if all that does not help.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 # Waiting for a key of the store without asking again and again, and without holding anybody up.
 #
 # The waits are made by a thread with a connection of its own: a store's client serves one call at a time, and
-# a main thread that waits in C sees no signals. Ten thousand members that poll would be a load, so nobody
-# does. The connection is kept: torch asks for the name of the other side with every new one, and a name
-# service may take seconds to answer, or not answer at all.
+# a main thread that waits in C sees no signals. Ten thousand polling members would be a load, so none polls.
+# The connection is kept: torch looks up the name of the other side for every new one, and a name service may
+# take seconds to answer, or not answer at all.
 
 
 SLICE = 0.25
 """Seconds between two signs of life of a thread that waits for another one."""
 CALL = 600.0
-"""Seconds for one wait at the store; it is made again as long as somebody is interested."""
+"""Seconds for one wait at the store; it is repeated as long as somebody is interested."""
 
 
 class KeyWatch:
-    """The wait for one key, from its making on."""
+    """The wait for one key, which begins when this is made."""
 
     def __init__(self, key: str, deadline: float) -> None:
         self.key = key
         self.deadline = deadline
         self.value: bytes | None = None
         self.error = ""
-        """Why it will not be learnt any more."""
+        """Why the value will not be learned any more."""
         self._told: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
 
     def tell(self, then: Callable[[], None]) -> None:
-        """Call this once it is over, from the thread that waits; at once if it is already."""
+        """Call this once the wait is over, from the thread that waits; at once if it is already over."""
         with self._lock:
             if not self._over.is_set():
                 self._told.append(then)
@@ -67,9 +67,9 @@ class KeyWatch:
         then()
 
     def wait(self, timeout: float, touch: Callable[[], None]) -> bool:
-        """At most so long, in slices, so that the waiting thread handles signals; whether it is over.
+        """Wait at most this long, in slices, so that the thread handles signals; returns whether it is over.
 
-        `touch` is called between them: who waits here does not hang.
+        `touch` is called between the slices: a thread that waits here does not hang.
         """
         deadline = time.monotonic() + timeout
         while not self._over.wait(max(0.0, min(SLICE, deadline - time.monotonic()))):
@@ -88,7 +88,7 @@ class KeyWatch:
 
 
 class KeyWatcher:
-    """Makes the waits of a member, one after the other: what is asked for later is what comes later."""
+    """Makes the waits of a member, one after the other: keys asked for later also appear later."""
 
     def __init__(self, client: Store) -> None:
         """`client` is used by nobody else."""
@@ -97,20 +97,20 @@ class KeyWatcher:
         threading.Thread(target=self._serve, name="holdfast-key-watcher", daemon=True).start()
 
     def watch(self, key: str, within: float = float("inf")) -> KeyWatch:
-        """Without `within`, until the key is there or the store is gone."""
+        """Wait for this key; without `within`, until the key is there or the store is gone."""
         asked = KeyWatch(key, time.monotonic() + within)
         self._asked.put(asked)
         return asked
 
     def close(self) -> None:
-        """Not waited for: it may be in a wait, which ends with the process."""
+        """End the thread without waiting for it: it may be in a wait, which ends with the process."""
         self._asked.put(None)
 
     def _serve(self) -> None:
         while (asked := self._asked.get()) is not None:
             try:
                 asked.end(self._learn(asked))
-            except Exception as error:  # noqa: BLE001 - told to who waits, whatever it is
+            except Exception as error:  # noqa: BLE001 - whatever it is, the waiting thread gets it
                 asked.end(None, str(error).partition("\n")[0] or type(error).__name__)
 
     def _learn(self, asked: KeyWatch) -> bytes:
@@ -126,25 +126,25 @@ class KeyWatcher:
 
 # How another thread makes the main thread leave the function.
 #
-# A real-time signal to the main thread breaks what it waits for in Python (a sleep, a lock, a read: PEP 475
-# lets the handler's exception through) and, elsewhere, comes to its handler before the next bytecode. The
-# handler asks the scope, in the main thread itself, so there is no moment between the question whether
-# leaving is safe and the leaving. An exception set from outside would have that moment.
+# A real-time signal to the main thread breaks whatever it waits for in Python (a sleep, a lock, a read: PEP
+# 475 lets the handler's exception through); otherwise its handler runs before the next bytecode. The handler
+# asks the scope, in the main thread itself, so there is no gap between checking that leaving is safe and
+# leaving. An exception set from outside would leave such a gap.
 #
-# C code that waits with signals blocked or retried (a collective) is none of this: see groups.py; and what
-# nothing can free is ended by the keeper.
+# None of this reaches C code that waits with signals blocked or retried (a collective): see groups.py for
+# that; and what nothing can free is ended by the keeper.
 
 
 INTERRUPT = signal.SIGRTMAX - 5
-"""Far from those that people, schedulers and the C library use."""
+"""Far from the signals that people, schedulers and the C library use."""
 AGAIN = 1.0
-"""Seconds between two exceptions: code that unwinds must get on with it, code that ate one gets another."""
+"""Seconds between two exceptions: code that unwinds needs time, and code that swallowed one gets another."""
 
 _WHOLE = frozenset(
     {"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", logging.__file__}
 )
-"""Code that others in this process need whole: a module that was half imported stays so for good, and a log
-whose lock was not given back takes nothing more. Who hangs in there is the keeper's affair."""
+"""Code that must not be interrupted half-way: a module that was half imported stays so for good, and a log
+whose lock was not given back takes nothing more. A thread that hangs in there is the keeper's affair."""
 
 _Pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
@@ -155,7 +155,7 @@ class Interruption:
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                "a restartable function was called outside of the main thread, and only there can it be "
+                "a restartable function was called outside the main thread, but only there can it be "
                 "interrupted. Call it in the main thread"
             )
         self._scope: Scope | None = None
@@ -166,23 +166,23 @@ class Interruption:
         self._before: Any = signal.signal(INTERRUPT, self._handle)
 
     def open(self, scope: Scope) -> None:
-        """From here on the function may be left by an exception."""
+        """From here on, an exception may end the function."""
         self._raised = 0.0
         self._scope = scope
 
     def shut(self) -> None:
-        """From here on nothing is raised any more. The main thread may be interrupted right here."""
+        """From here on, nothing is raised any more. The main thread may still be interrupted right here."""
         self._scope = None
 
     def send(self) -> None:
-        """From any thread: let the main thread leave the function, if it is open."""
+        """Make the main thread leave the function, if it is open. From any thread."""
         if self._scope is not None:
             signal.pthread_kill(self._main, INTERRUPT)
 
     def look(self) -> None:
-        """From any thread: the main thread touches the open scope as soon as it runs Python again."""
+        """Have the main thread touch the open scope as soon as it runs Python again. From any thread."""
         if self._scope is not None and not self._looking:
-            self._looking = True  # one at a time: the interpreter has room for a few only
+            self._looking = True  # one at a time: the interpreter has room for only a few
             if ctypes.pythonapi.Py_AddPendingCall(self._touch, None) != 0:
                 self._looking = False
 
@@ -219,7 +219,7 @@ log = logging.getLogger("holdfast")
 BEAT = 1.0
 """Seconds between two signs of life."""
 NOTABLE = 0.5
-"""Share of `soft_timeout` from which on it is worth a word where a rank stands."""
+"""Share of `soft_timeout` after which it is worth logging where a rank stands."""
 NUDGE = 0.2
 """Seconds between two interruptions of a main thread that has not left."""
 CONNECT = 10.0
@@ -241,9 +241,9 @@ class Lookout:
         on_idle: Callable[[float], None],
         on_stepped: Callable[[Scope], None],
     ) -> None:
-        """Of the first two one is told, at most once an iteration, that the main thread stood still for so
-        many seconds: `on_still` once that is too long, `on_idle` if another rank's fault came before.
-        `on_stepped` is called now and then while this rank has done its first step and still has an
+        """At most once per iteration, one of the first two is called with the seconds for which the main
+        thread has stood still: `on_still` once that is too long, `on_idle` if another rank's fault came
+        first. `on_stepped` is called now and then while this rank has done its first step and still has an
         allowance."""
         self.alone = ""
         """Why there is no keeper any more; empty while there is one."""
@@ -288,11 +288,11 @@ class Lookout:
             self._iteration = iteration
 
     def touch(self) -> None:
-        """The main thread makes progress outside of the function."""
+        """The main thread makes progress outside the function."""
         self._last.touch()
 
     def close(self) -> None:
-        """This member needs no keeper any more."""
+        """This member no longer needs a keeper."""
         self._closing = True
         self._wake.set()
         self._thread.join(PARTING)
@@ -341,7 +341,7 @@ class Lookout:
             self._on_still(idle)
 
     def _remark(self, scope: Scope) -> None:
-        """Before it is freed: who waits for a rank that stands still is often told of before that one."""
+        """Say before it is freed that it stands still: a rank waiting for it is often reported sooner."""
         if self._still:
             return
         self._still = True
@@ -365,12 +365,12 @@ class Lookout:
 
     def _say(self, word: Said) -> None:
         try:
-            self._line.send(word)  # if it does not read: what is said next says everything
+            self._line.send(word)  # if the keeper does not read it, the next message says everything
         except Gone as error:
             self._lose_keeper(str(error))
 
     def _listen(self) -> None:
-        """A keeper says nothing; that it closes, or that nothing is to be read any more, is its word."""
+        """A keeper sends nothing; all that it can say is to close the connection, or its reading side."""
         try:
             self._line.receive()
         except Garbage:
@@ -379,7 +379,7 @@ class Lookout:
             self._lose_keeper(str(error))
 
     def _lose_keeper(self, why: str) -> None:
-        """Nobody would end this process if it hung, nor tell of its end: it must not go on."""
+        """Nobody would end this process if it hung, nor report its end: it must not go on."""
         if self.alone or self._closing:
             return
         self.alone = f"the keeper of this node is gone: {why}"
@@ -396,5 +396,5 @@ def _connect(keeper: str) -> Packets[None]:
     except OSError as error:
         raise HandedOverError(
             f"the keeper of this node cannot be reached at {keeper}: {error.strerror or error}. "
-            "It has ended, or was never there; start the run again"
+            "It has ended, or never ran; start the run again"
         ) from error

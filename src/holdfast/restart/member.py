@@ -1,9 +1,9 @@
 """One process in a restartable job: the function, over and over, until all have finished or none goes on.
 
 Guarantees: the function runs in the main thread, on all active members under one plan or on none; after a
-fault anywhere every member leaves it, and is at the next barrier, ended by its keeper, or gone; and every
-wait in here has a deadline or ends with the iteration, after which this process ends with a documented code
-rather than choose for itself.
+fault anywhere every member leaves it, and then is at the next barrier, ended by its keeper, or gone; and
+every wait in here has a deadline or ends with the iteration, after which this process ends with a documented
+code rather than choose for itself.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 
 # The stages of an iteration that can be replaced, each a small function of the `Iteration`.
 #
-# `assign` is not among them: who is who is decided once for all, outside of the members, by the function that
-# `inprocess.assign` names. To do more than a stage does, put them together: `each(init_group(), mine)`.
+# `assign` is not among them: who is who is decided once for all members, outside them, by the function
+# that `inprocess.assign` names. To do more than a stage does, combine stages: `each(init_group, mine)`.
 
 
 @dataclass(kw_only=True)
@@ -88,13 +88,13 @@ class Iteration:
     member: int
     """The rank that this process was started with."""
     rank: int
-    """-1 for a reserve, or where there is none yet."""
+    """-1 for a reserve, or if there is no rank yet."""
     world_size: int
     store: Store
     """The iteration's own part of the store, for the process group."""
     backend: str
     timeout: float
-    """Of the process group, in seconds; 0 for torch's own."""
+    """The process group's, in seconds; 0 for torch's own."""
     chosen: InProcessSettings
     why: str = ""
     """What ended the iteration before, or this one."""
@@ -104,7 +104,7 @@ Stage = Callable[[Iteration], object]
 
 
 def each(*stages: Stage) -> Stage:
-    """One stage that is several, in this order."""
+    """One stage that runs several, in this order."""
 
     def together(iteration: Iteration) -> None:
         for stage in stages:
@@ -124,7 +124,7 @@ def give_back(iteration: Iteration, value: Any) -> Any:
 
 
 def init_group(iteration: Iteration) -> None:
-    """torch.distributed, under the iteration's ranks and with keys of its own."""
+    """Initialise torch.distributed with the iteration's ranks and keys of its own."""
     limit = timedelta(seconds=iteration.timeout) if iteration.timeout else None
     dist.init_process_group(
         iteration.backend,
@@ -136,42 +136,42 @@ def init_group(iteration: Iteration) -> None:
 
 
 def check_device(iteration: Iteration) -> None:
-    """Raise if the device that this process has used computes no more: its context dies with the process."""
+    """Raise if the device that this process used no longer computes: its context dies with the process."""
     del iteration
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        one = torch.ones(64, device=torch.cuda.current_device())
-        found = float(one.sum())  # waits for the device; the keeper minds how long
-        if found != 64.0:
-            raise RuntimeError(f"the device {torch.cuda.current_device()} counts 64 ones as {found}")
+        ones = torch.ones(64, device=torch.cuda.current_device())
+        total = float(ones.sum())  # waits for the device; the keeper limits for how long
+        if total != 64.0:
+            raise RuntimeError(f"the device {torch.cuda.current_device()} counts 64 ones as {total}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
     initialize: Stage = init_group
-    """Before the function, inside of what can be interrupted."""
+    """Before the function; can be interrupted like the function itself."""
     abort: Stage = nothing
     """After the function was left by a fault, before the groups are torn down."""
     finalize: Stage = nothing
-    """After that: what else the function leaves behind."""
+    """After `abort`: deals with what else the function leaves behind."""
     health_check: Stage = check_device
-    """Whether this process can be part of another iteration; raises if not."""
+    """Checks whether this process can be part of another iteration; raises if not."""
     complete: Callable[[Iteration, Any], Any] = give_back
     """What the call returns on an active member, once the function has returned on all."""
     terminate: Stage = nothing
-    """Before a member ends that cannot go on here."""
+    """Before the end of a member that cannot go on here."""
 
 
 def default_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-# Stop signals while no function runs: they are kept, and told at the next barrier.
+# Stop signals while no function runs: they are kept, and reported at the next barrier.
 #
-# Inside the function they are the function's own affair, as a `Run` in there takes them.
+# Inside the function they are the function's own affair: a `Run` in there takes them.
 
 
 class StopBetween:
-    """In the main thread; nothing where `stop.exit_signal_handler` is off."""
+    """Used in the main thread; does nothing if `stop.exit_signal_handler` is off."""
 
     def __init__(self, settings: Settings) -> None:
         chosen = settings.stop
@@ -182,7 +182,7 @@ class StopBetween:
 
     def begin(self) -> None:
         for number in self._numbers:
-            # The first one counts: a run that the function left behind gives its own back only after this.
+            # The first value counts: a run that the function left behind gives its own back only after this.
             self._before.setdefault(number, signal.signal(number, self._handle))
 
     def close(self) -> None:
@@ -213,15 +213,15 @@ STORE_TIMEOUT = 60.0
 """Seconds for one answer of the store."""
 OTHERS_LOOK = 60.0
 FINE = (ExitCode.OK, ExitCode.STOPPED)
-"""Codes with which a function may end its process on purpose: that is no fault."""
+"""Exit codes with which a function may end its process on purpose: that is not a fault."""
 MESSAGE = 4000
 STEPPED_LOOK = 1.0
 STEPPED_LOOK_EACH = 0.002
-"""Seconds between two looks at how many ranks have done their first step; more with every rank that looks."""
+"""Seconds between two looks at how many ranks have done their first step; grows with the number of ranks."""
 GONE = frozenset({FaultKind.LOST, FaultKind.HARD_TIMEOUT, FaultKind.SILENT, FaultKind.LATE, FaultKind.UNFIT})
-"""What befell members that cannot tell anything any more."""
+"""Faults after which a member can no longer report anything."""
 STEPPED_TIMEOUT = 5.0
-"""Seconds for the answer: who looks has other things to watch."""
+"""Seconds for the answer: the thread that looks has other things to watch."""
 
 T = TypeVar("T")
 
@@ -254,7 +254,7 @@ class Member:
     def __init__(
         self, joined: Joined, settings: Settings, stages: Stages, *, backend: str, timeout: float
     ) -> None:
-        """`timeout`: of the process group, in seconds, as somebody gave it; 0 to choose one here."""
+        """`timeout`: the process group's, in seconds, if somebody gave one; 0 to choose one here."""
         assert joined.store is not None
         self._joined, self._store = joined, joined.store
         self._chosen = chosen = settings.inprocess
@@ -267,22 +267,22 @@ class Member:
         self._first_limit = first_step_limit(initial, soft, hard)
         self._first_barrier = first_barrier(initial, chosen.barrier_timeout)
         self._uses_run = False
-        """Whether a run was made in the function: then it does steps, and the first of them may take long."""
+        """Whether a run was made in the function: if so, it does steps, and the first may take long."""
         self._counted = False
         self._next_look = 0.0
         self._max_restarts = settings.launch.max_restarts
         self._run_dir = ""
-        """Of the last run that was made in the function."""
+        """The directory of the last run that was made in the function."""
         self._committed = self._step = self._attempt = 0
         self._order: list[int] = []
-        """Of the last plan."""
+        """The order in the last plan."""
         self._own: BaseException | None = None
-        """What the function raised here last."""
+        """What the function last raised here."""
         self._ended_at = time.monotonic()
         self._groups: GroupWatch | None = None
-        """Those of the iteration before, until all have left them."""
+        """The groups of the iteration before, until all members have left them."""
         self._line: StoreLine | None = None
-        """To the store, from the iteration before: a new one costs a look-up of names."""
+        """The line to the store from the iteration before: a new one costs a name look-up."""
         self._scope: Scope | None = None
         mine = uuid.uuid4().hex
         self._job = self._ask_store(lambda: self._store.compare_set("job", "", mine)).decode()
@@ -301,7 +301,7 @@ class Member:
         )
 
     def run(self, function: Callable[[], T]) -> T | None:
-        """Until the function has returned on all active members; None on one that stayed a reserve."""
+        """Call it until it has returned on all active members; None if this one stayed a reserve."""
         number, unfit = 0, ""
         self._between.begin()
         try:
@@ -357,7 +357,7 @@ class Member:
         watch.wait(limit + SLACK, self._lookout.touch)
         if watch.value is None:
             why = watch.error or f"it did not come within {limit:g} s"
-            self._hand_over(f"the plan for iteration {number} was not learnt: {why}")
+            self._hand_over(f"the plan for iteration {number} was not received: {why}")
         try:
             following: IterationPlan | Over = msgspec.json.decode(watch.value, type=Next)
         except UNREADABLE as error:
@@ -373,7 +373,7 @@ class Member:
         return following
 
     def _tell_end(self, over: Over, iteration: int) -> None:
-        """On one of those that are left, if no launcher does: why the function is not called again."""
+        """Say why the function is not called again: one of those left says it, if no launcher does."""
         if over.kind is OverKind.STOPPED or LaunchInfo.from_environment(os.environ) is not None:
             return
         gone = {fault.member for fault in over.faults if fault.kind in GONE}
@@ -389,17 +389,17 @@ class Member:
         log.warning("holdfast: %s", incident_text(account, self._run_dir or "RUN_DIR"))
 
     def _hand_over(self, why: str) -> NoReturn:
-        """End here: by the error that this member had itself, which says more, or by saying why."""
+        """End here: with the error that this member had itself, which says more, or else with the reason."""
         if self._own is not None:
             log.error("holdfast: the function is not started again in these processes: %s", why)
             raise self._own
         raise HandedOverError(
             f"{why}. The function is not started again in this process. A launcher that restarts takes over; "
-            "else start the run again"
+            "without one, start the run again"
         )
 
     def _take_place(self, plan: IterationPlan) -> Iteration:
-        """This member's part in a plan, also as what it starts will read it from the environment."""
+        """This member's part in a plan, which is also set in the environment for what it starts."""
         member = self._joined.member
         rank = plan.order.index(member) if member in plan.order else -1
         if rank >= 0:
@@ -432,7 +432,7 @@ class Member:
     # --- the function ---------------------------------------------------------------------------------------
 
     def _events(self, plan: IterationPlan, rank: int) -> list[Event]:
-        """What the journal of a run in the function is told; a launcher, if there is one, tells the rest."""
+        """What a run in the function writes to the journal; a launcher, if there is one, writes the rest."""
         if plan.iteration == 0:
             return []
         again = FunctionRestarted(iteration=plan.iteration, rank=rank, seconds=self._waited())
@@ -443,7 +443,7 @@ class Member:
         self._tell(account)
         return [
             *(faulted(fault, before, ended=plan.ended) for fault in plan.faults),
-            *([account] if plan.ended else []),  # else no attempt had begun
+            *([account] if plan.ended else []),  # otherwise no attempt had begun
             planned(plan, self._order, time.time(), ended=plan.ended),
             again,
         ]
@@ -485,7 +485,7 @@ class Member:
             elif error is not None and not isinstance(error, RestartRequested):
                 kind = FaultKind.ASKED if isinstance(error, _StopCameError) else FaultKind.EXCEPTION
                 self._give(scope, kind, _text(error), error)
-            # Who has returned keeps its groups until the others have: they may still talk to it.
+            # A member that has returned keeps its groups until the others have: they may still talk to it.
             end = self._await_end(watch, iteration.number)
             self._leave(iteration, scope, groups, outcome)
         return outcome, end
@@ -515,13 +515,13 @@ class Member:
                     outcome.value = function()
                 finally:
                     self._shut()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the others are to know
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the others must learn of it
                 self._shut()
                 outcome.error = error
         return outcome
 
     def _shut(self) -> None:
-        """One more interruption may come while this is being done; after it none does."""
+        """Shut the interruption. One more may come while this is being done, but none after it."""
         while True:
             try:
                 self._interruption.shut()
@@ -530,23 +530,23 @@ class Member:
                 continue
 
     def _await_end(self, watch: KeyWatch, number: int) -> End:
-        """How the iteration ended for all: who has returned waits for the others, however long they train."""
+        """How the iteration ended for all: after returning, wait for the others, however long they train."""
         chosen = self._chosen
         if not chosen.completion_timeout:
             return self._wait_for_others(watch, number)
-        limit = chosen.completion_timeout + chosen.barrier_timeout + SLACK  # the conductor ends it before
+        limit = chosen.completion_timeout + chosen.barrier_timeout + SLACK  # the conductor ends it sooner
         watch.wait(limit, self._lookout.touch)
-        return self._read_end(watch, number, f"it was not told within {limit:g} s")
+        return self._read_end(watch, number, f"it was not announced within {limit:g} s")
 
     def _wait_for_others(self, watch: KeyWatch, number: int) -> End:
-        """For as long as the others train: this ends with the iteration, or with the store."""
+        """Wait for as long as the others train: the wait ends with the iteration, or with the store."""
         while not watch.wait(OTHERS_LOOK, self._lookout.touch):
             pass
         return self._read_end(watch, number, "")
 
     def _read_end(self, watch: KeyWatch, number: int, late: str) -> End:
         if watch.value is None:
-            self._hand_over(f"the end of iteration {number} was not learnt: {watch.error or late}")
+            self._hand_over(f"the end of iteration {number} was not received: {watch.error or late}")
         try:
             return msgspec.json.decode(watch.value, type=End)
         except UNREADABLE as error:
@@ -569,13 +569,13 @@ class Member:
         self._lookout.touch()
 
     def _release_groups(self) -> None:
-        """There is a plan, so every member has left the groups of the iteration before."""
+        """Called once there is a plan: by then every member has left the groups of the iteration before."""
         if self._groups is not None:
             self._groups.release()
             self._groups = None
 
     def _settle(self, iteration: Iteration) -> str:
-        """Make this process ready for another iteration; why it is not, if it is not."""
+        """Make this process ready for another iteration; returns the reason if it is not."""
         for name, stage in (
             ("finalize", self._stages.finalize),
             ("health check", self._stages.health_check),
@@ -595,7 +595,7 @@ class Member:
         return completed
 
     def _stage(self, name: str, call: Callable[[], object]) -> str:
-        """Do a stage; what went wrong with it, in words, if something did."""
+        """Run a stage; returns what went wrong, in words, if anything did."""
         try:
             call()
         except Exception as error:
@@ -618,7 +618,7 @@ class Member:
     # --- the first step -------------------------------------------------------------------------------------
 
     def _await_first_step(self, scope: Scope) -> None:
-        """From here until all ranks have done a step nobody counts as standing still before its time."""
+        """From here until all ranks have done a step, the longer limit for standing still applies."""
         self._uses_run = True
         if scope.stepped or scope.allowance:
             return
@@ -627,7 +627,7 @@ class Member:
             limit_collectives(self._timeout + scope.allowance, self._timeout)
 
     def _on_stepped(self, scope: Scope) -> None:
-        """On the lookout's thread: this rank has done its first step, and may have to wait for others'."""
+        """On the lookout's thread: this rank has done its first step; others may not have done theirs."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -652,7 +652,7 @@ class Member:
         places = _standing()
         limit, which = self._chosen.soft_timeout, "inprocess.soft_timeout"
         if scope.allowance:
-            limit, which = self._first_limit, "before the first step of all ranks is done the limit"
+            limit, which = self._first_limit, "until all ranks have done their first step, the limit"
         detail = f"no progress of its main thread for {seconds:.1f} s ({which} is {limit:g})"
         self._give(scope, FaultKind.SOFT_TIMEOUT, f"{detail}, at {places[0]}" if places else detail)
         _tell_standing(scope.rank, seconds, places)
@@ -663,7 +663,7 @@ class Member:
             _tell_standing(self._scope.rank, seconds, _standing())
 
     def _give(self, scope: Scope, kind: FaultKind, detail: str, error: BaseException | None = None) -> None:
-        """Tell of a fault here, and end the iteration by it, if nothing has before. From any thread."""
+        """Report a fault here, and end the iteration with it if nothing else has. From any thread."""
         fault = Fault(
             member=scope.member,
             rank=scope.rank,
@@ -714,9 +714,9 @@ def _standing() -> list[str]:
 
 
 def _tell_standing(rank: int, seconds: float, places: list[str]) -> None:
-    """On a thread of its own: who reads our words may be what hangs, and the lookout has others to free."""
-    told = "\n  ".join(places)
-    words = ("holdfast: rank %d has stood still for %.1f s:\n  %s", rank, seconds, told)
+    """Log it on a thread of its own: whatever reads the log may hang, and the lookout has ranks to free."""
+    lines = "\n  ".join(places)
+    words = ("holdfast: rank %d has stood still for %.1f s:\n  %s", rank, seconds, lines)
     threading.Thread(target=log.warning, args=words, name="holdfast-standing", daemon=True).start()
 
 

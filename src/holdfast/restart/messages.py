@@ -1,16 +1,16 @@
 """What members, keepers and the conductor say to each other, under which keys, and what the journal is told.
 
 A *member* is a process, known by the rank that it was started with, which it never loses; the ranks that it
-trains under may change. A *keeper* stands outside of the members of one node: it sees their ends, and ends
-those that hang. One of the keepers, where the store is hosted, is the *conductor*: it alone makes plans.
+trains as may change. A *keeper* runs outside the members of one node: it sees them end, and ends those that
+hang. One of the keepers, where the store is hosted, is the *conductor*: it alone makes plans.
 
 An *iteration* is one call of the function on all active members. All keys live in a c10d store under PREFIX
 and are written once, by compare-and-set:
 
     end/<i>          how iteration i ended: the first word counts. All wait for this one key.
     fault/<i>/<m>    what befell member m in iteration i, as evidence; the first word counts
-    ready/<i>/<m>    member m has left what was before and can be part of iteration i
-    plan/<i>         Plan or Over: what comes as iteration i. Only the conductor writes it
+    ready/<i>/<m>    member m has left the iteration before and can be part of iteration i
+    plan/<i>         Plan or Over: what iteration i is to be. Only the conductor writes it
     gone/<m>         member m will never come back: the Fault, or null if it said farewell; only its keeper
                      and the conductor write it
     keeper/<n>       where node n's keeper is reached
@@ -41,11 +41,11 @@ def text(value: object) -> str:
 
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What reading raises where somebody else has written into the store."""
+"""What reading raises if somebody else has written into the store."""
 
 
 def lost_store(error: Exception) -> str:
-    """That the store could not be read or written any more, in words."""
+    """Says in words that the store could no longer be read or written."""
     first_line = str(error).partition("\n")[0]
     return f"the store was lost: {first_line}"
 
@@ -109,19 +109,19 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     pid: int
     seconds: float = 0.0
-    """From the end of the iteration before to here."""
+    """From the end of the iteration before to the barrier."""
     unfit: str = ""
-    """Why it cannot be part of it: what its health check found. Such a member leaves."""
+    """Why it cannot take part: what its health check found. Such a member leaves."""
     stop: str = ""
-    """The signal that asked it to stop the run meanwhile, as SIGTERM; empty if none did."""
+    """The signal, such as SIGTERM, that asked it meanwhile to stop the run; empty if none did."""
     committed: int = 0
     """The highest step that it knows to be committed: what counts as progress."""
     attempt: int = 0
-    """The attempt that a run of the last iteration was here; 0 if there was none."""
+    """The attempt that its run was in the last iteration; 0 if there was no run."""
 
 
 class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
-    """Who is who in an iteration. Who is in neither list leaves."""
+    """Who is who in an iteration. A member in neither list leaves."""
 
     iteration: int
     order: list[int]
@@ -132,18 +132,18 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     faults: list[Fault] = []
     """Those of the iteration before."""
     decision: Decision | None = None
-    """What that rests on, where no launcher made it and tells of it."""
+    """The decision behind the plan, if no launcher made and reports it."""
     ended: int = 0
     """The attempt that the iteration before was; 0 if it was none."""
     committed: int = 0
-    """The highest step that was known to be committed at its end."""
+    """The highest step that was known to be committed at that iteration's end."""
     launch: dict[str, object] = {}
-    """What of `LaunchInfo` is new, under `holdfast run`: the attempt, its epoch, what to avoid."""
+    """The fields of `LaunchInfo` that changed under `holdfast run`: the attempt, its epoch, what to avoid."""
 
 
 class OverKind(StrEnum):
     HANDED_OVER = "handed_over"
-    """Not to be gone on with in these processes."""
+    """These processes must not go on."""
     STOPPED = "stopped"
     """A signal asked for it."""
 
@@ -168,12 +168,12 @@ class NodeKeeper(msgspec.Struct, frozen=True, kw_only=True):
     """A node's keeper."""
 
     path: str
-    """Of the socket on which it listens."""
+    """The path of the socket on which it listens."""
     pid: int
 
 
 class MemberHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """A member's first word to its keeper; the keeper believes the pid only if the kernel says it too."""
+    """A member's first word to its keeper; the keeper believes the pid only if the kernel confirms it."""
 
     member: int
     pid: int
@@ -189,14 +189,14 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     idle: float = 0.0
     """Seconds since its main thread last made progress; not counted in Holdfast's own bounded work."""
     allowance: float = 0.0
-    """By how many seconds it may be idle for longer than hard_timeout: a first step is not done yet."""
+    """Seconds for which it may be idle beyond hard_timeout: a first step is not done yet."""
     leaving: float = 0.0
-    """Seconds since the iteration's end was known and the main thread had still not left the function."""
+    """Seconds since the iteration's end became known, while the main thread has not left the function."""
     step: int = 0
 
 
 class Farewell(msgspec.Struct, frozen=True, kw_only=True, tag="farewell"):
-    """This member needs no keeper any more: its end from here on is its own affair."""
+    """This member no longer needs a keeper: from here on, how it ends is its own affair."""
 
 
 Said = MemberHello | Beat | Farewell
@@ -206,7 +206,7 @@ Said = MemberHello | Beat | Farewell
 
 
 def faulted(fault: Fault, iteration: int, ended: int = 0) -> RestartFaulted:
-    """`iteration` and `ended`: the one that the fault is of, and the attempt that it was, if any."""
+    """`iteration`: where the fault happened; `ended`: the attempt that this iteration was, if it was one."""
     return RestartFaulted(
         iteration=iteration,
         member=fault.member,

@@ -1,6 +1,6 @@
-"""The faults of in-process restarts as recovery's evidence, and the account of one that no launcher decided.
+"""The faults of in-process restarts as evidence for recovery, and the account of one no launcher decided.
 
-Under `holdfast run` the leading agent tells, and nothing of this is used.
+Under `holdfast run` the leading agent writes the account, and `account_of` and `keep` are not used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.policy import (
 from holdfast.record import ControlDirectory, FailureRecord, keep_account
 from holdfast.restart.messages import IterationPlan, Over, faulted
 
-# What the faults of an in-process restart are for recovery: what the ends of workers are without it.
+# To recovery, the faults of an in-process restart are what the ends of workers are without it.
 #
 # Pure. `policy.inprocess` says what each fault is; here it becomes the records that an incident is judged by.
 
@@ -44,13 +44,13 @@ class Faulted(msgspec.Struct, frozen=True, kw_only=True):
 
     attempt: int = 0
     ended: list[FailureRecord] = []
-    """Whose processes have ended."""
+    """Members whose processes have ended."""
     raised: list[FailureRecord] = []
-    """Whose processes live: what each would have ended with."""
+    """Members whose processes are alive: what each would have ended with."""
     hangs: list[Hang] = []
     lost: list[LostNode] = []
     facts: list[str] = []
-    """Of what is no worker's end, in words."""
+    """Faults that are not a worker's end, in words."""
 
 
 def as_evidence(
@@ -64,7 +64,7 @@ def as_evidence(
 ) -> Faulted:
     """All that is known of an attempt's faults.
 
-    By member: `pids` and `devices`, where they are known, and `ends`, what this node's agent itself saw.
+    By member: `pids` and `devices`, as far as they are known, and `ends`, which this node's agent itself saw.
     """
     ended: list[FailureRecord] = []
     raised: list[FailureRecord] = []
@@ -92,7 +92,7 @@ def _failure(
     fault: Fault, end: WorkerEnd, pid: int, device: str, seen: FailureRecord | None
 ) -> FailureRecord:
     message = end.message
-    if fault.kind is FaultKind.LOST and end.exit_code:  # it says what its exit code says
+    if fault.kind is FaultKind.LOST and end.exit_code:  # its message only repeats the exit code
         message = seen.message if seen is not None else ""
     return FailureRecord(
         rank=fault.rank if fault.rank >= 0 else fault.member,  # a reserve has none
@@ -111,13 +111,13 @@ def _failure(
 log = logging.getLogger("holdfast")
 
 WHO = "members"
-"""Who journals what is told when no run of the function is open."""
+"""The journal's writer when no run of the function is open."""
 
 
 def account_of(
     following: IterationPlan | Over, iteration: int, order: Sequence[int], max_restarts: int
 ) -> Account:
-    """Of the iteration that ended by the faults that `following` names, and of what comes after it.
+    """The account of the iteration that the faults named in `following` ended, and of what comes after it.
 
     `order`: its members by rank.
     """
@@ -159,12 +159,12 @@ def account_of(
 
 
 def _decided(following: IterationPlan | Over) -> Decision:
-    """What was decided; where these processes cannot do it, that they end."""
+    """What was decided; if these processes cannot do it, the decision that they end."""
     known = following.decision
     if known is not None and (isinstance(following, IterationPlan) or known.action is Action.STOP):
         return known
     reason = f"{deed(known.action)}: {known.reason}" if known is not None else following.reason
-    if isinstance(following, IterationPlan):  # somebody else's conductor, which gave no reasons
+    if isinstance(following, IterationPlan):  # from a foreign conductor, which gave no reasons
         plain = Decision(action=Action.RESTART, exit_code=0, reason=reason, evidence=[], restarts_left=0)
     else:
         code = following.exit_code or int(ExitCode.HANDED_OVER)
@@ -185,7 +185,7 @@ def _asked(account: Account, fault: Fault) -> Account:
 
 
 def keep(run_dir: Path, account: Account) -> None:
-    """In the run's records, where the run of the function is closed already."""
+    """Keep the account in the run's records; the function's run is closed by now and cannot."""
     try:
         control = ControlDirectory.open(run_dir)
         with contextlib.closing(JournalWriter(control.journal, WHO, account.attempt)) as journal:

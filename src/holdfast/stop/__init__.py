@@ -1,6 +1,6 @@
 """Stopping on request inside a rank: signals, the stop file, the deadline, and agreeing on the last step.
 
-For `Run`, and for loops of one's own by `ShutdownHandler`.
+For `Run`, and through `ShutdownHandler` for loops that do not use it.
 Promises: all ranks stop after the same step, with one save, by the deadline, whatever their threads do.
 Never: save inside a signal handler; keep signals that belong to the script.
 """

@@ -1,12 +1,13 @@
-"""One agreement on where all stop, over whatever its parties can reach: who asks, who promises, who names.
+"""One agreement on where all stop, over any board its parties can reach: who asks, who promises, who names.
 
-Guarantee: the first request counts for all. Every party says one word, its promise; once all have, party 0
-names the step, once, after which all stop. What carries the words is a board: memory for a party that is
-alone, the ranks' store where there is no launcher, the attempt that agents share (launch/stops.py).
+Guarantee: the first request counts for all. Every party gives one word, its promise; once all have given
+theirs, party 0 names, once, the step after which all stop. The words are carried by a board: memory for a
+party that is alone, the ranks' store where there is no launcher, or the attempt that agents share
+(launch/stops.py).
 
 A store that does not answer holds up nothing but the thread that asks it; the deadline of the stop is kept
 elsewhere. In-process restarts need none of this between two iterations: nobody is in a step then, and each
-member says at the barrier whether it was asked, where the one plan that all follow is made.
+member says at the barrier, where the one plan that all follow is made, whether it was asked to stop.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 AT_ONCE = 256
-"""Words that are looked for in one call."""
+"""How many words one call looks for."""
 _REQUEST = "stop/request"
 _AGREED = "stop/agreed"
 
@@ -42,10 +43,10 @@ class Board(Protocol):
     """Where the parties leave words for each other. Each is written once."""
 
     def fix(self, key: str, text: str, /) -> bytes:
-        """Write this, unless something is there; what is there now."""
+        """Write this unless the key already has a text; returns the key's text."""
 
     def read(self, keys: Sequence[str], /) -> Mapping[str, bytes]:
-        """What is there under these keys; of some that are not all there, maybe nothing."""
+        """The texts of these keys; if some keys have none yet, maybe no text at all."""
 
 
 class Alone(Board):
@@ -75,14 +76,14 @@ class OverStore(Board):
 
 
 class StopAgreement(Generic[R]):
-    """One party's part in it. Nothing here waits, except for the board to answer."""
+    """One party's part in the agreement. Nothing here waits, except for the board to answer."""
 
     def __init__(self, board: Board | None, party: int, parties: int, kind: type[R]) -> None:
-        """`board`: None for a party that is alone; `kind`: what a request is handed round as."""
+        """`board`: None for a party that is alone; `kind`: the type in which requests are passed on."""
         self.request: R | None = None
-        """The one that counts."""
+        """The request that counts."""
         self.hastened = 0
-        """How often the end has come closer since."""
+        """How often the end has been brought forward since."""
         self._board = board if board is not None else Alone()
         self._party = party
         self._kind = kind
@@ -96,11 +97,11 @@ class StopAgreement(Generic[R]):
         return self.request
 
     def say(self, word: Promised) -> None:
-        """This party's word. The first counts."""
+        """Give this party's word. The first counts."""
         self._fix(_word(self._party), word)
 
     def named(self, gone: Collection[int] = ()) -> Agreed | None:
-        """What all do, once it is known: party 0 names it when all that are not `gone` have spoken."""
+        """What all do, once known: party 0 names it when all parties that are not `gone` have spoken."""
         raw: bytes | None
         if self._party != 0:
             raw = self._read(_AGREED)
@@ -112,7 +113,7 @@ class StopAgreement(Generic[R]):
         return _decoded(raw, Agreed) if raw else None
 
     def _all_spoke(self, gone: Collection[int]) -> bool:
-        size = 1  # while the first of them is silent, that is all there is to learn
+        size = 1  # while the first of them is silent, there is no need to ask for the rest
         while some := [party for party in self._missing if party not in gone][:size]:
             said = self._board.read([_word(party) for party in some])
             for party in some:
@@ -125,23 +126,23 @@ class StopAgreement(Generic[R]):
         return True
 
     def silent(self, most: int) -> list[int]:
-        """Parties that have not spoken, as many as are named: all of them ask, and they may be very many."""
-        found: list[int] = []
+        """Parties that have not spoken. Stops soon after `most`: every party asks, and there may be many."""
+        silent: list[int] = []
         for start in range(0, len(self._missing), AT_ONCE):
             some = self._missing[start : start + AT_ONCE]
             if len(self._board.read([_word(party) for party in some])) < len(some):
-                found += [party for party in some if self._read(_word(party)) is None]
-            if len(found) > most:
+                silent += [party for party in some if self._read(_word(party)) is None]
+            if len(silent) > most:
                 break
-        return found
+        return silent
 
     def hasten(self, end: object) -> None:
-        """Party 0 has learnt of a sooner end, and the others are told."""
+        """Party 0 has learned of a sooner end; tell the others."""
         self._fix(self._sooner, end)
         self.hastened += 1
 
     def sooner(self, kind: type[T]) -> T | None:
-        """A sooner end, if party 0 has told one that this party does not know."""
+        """A sooner end, if party 0 has announced one that this party does not know yet."""
         raw = self._read(self._sooner)
         self.hastened += raw is not None
         return _decoded(raw, kind) if raw is not None else None
@@ -166,27 +167,27 @@ def _word(party: int) -> str:
     return f"stop/word/{party}"
 
 
-# A rank's promise, and the step that was agreed on: what its loop and the agreement have in common.
+# A rank's promise, and the step that was agreed on: what its loop shares with the agreement.
 #
-# Guarantee: once a promise is given, the loop does not go past it before the step is known after which all
-# ranks stop; and it never goes past that one. No lock is taken, and nothing is waited for, until somebody
-# asks.
+# Guarantee: once a promise is given, the loop does not go past it until it knows the step after which all
+# ranks stop; and it never goes past that step. Until somebody asks, no lock is taken and nothing is waited
+# for.
 #
-# It rests on the order of two writes and two reads. Who asks sets `asked` before it reads the loop's counter;
-# the loop raises its counter before it reads `asked`. So one of them sees the other: the counter of a loop
-# that has not seen the request is in the promise, and a loop whose counter came too late sees the request and
-# waits.
+# It rests on the order of two writes and two reads. The asking thread sets `asked` before it reads the loop's
+# counter; the loop raises its counter before it reads `asked`. So one of them sees the other: if the loop has
+# not seen the request, its counter is in the promise; if its counter came too late for that, it sees the
+# request and waits.
 
 
 class LastStep:
-    """Between the loop's thread and the one that hears of requests. `counter`: the steps completed so far."""
+    """Shared by the loop's thread and the one that hears of requests. `counter`: steps completed so far."""
 
     def __init__(self, counter: Callable[[], int]) -> None:
         self.asked = False
-        """Read by the loop at every boundary: all that watching for a stop costs."""
+        """Read by the loop at every boundary; watching for a stop costs no more than that."""
         self.why = ""
         self.since = 0.0
-        """By time.monotonic(), when it was asked for."""
+        """When the stop was asked for, by time.monotonic()."""
         self._counter = counter
         self._begun = False
         self._promise: int | None = None
@@ -196,9 +197,9 @@ class LastStep:
     # --- for the thread that hears of requests --------------------------------------------------------------
 
     def prepare(self, why: str, ago: float = 0.0) -> int:
-        """A stop was asked for, `ago` seconds ago: the step that this rank will not go past until it knows.
+        """A stop was asked for `ago` seconds ago: promise a step not to go past until the last step is known.
 
-        Asked again, it gives the same promise.
+        A second call returns the same promise.
         """
         with self._changed:
             if self._promise is None:
@@ -208,7 +209,7 @@ class LastStep:
             return self._promise
 
     def agreed(self, step: int) -> None:
-        """Every rank has promised, and all stop after this step. The first word counts."""
+        """Every rank has promised, and all stop after this step. The first call counts."""
         with self._changed:
             if self._stop_at is None:
                 self.asked = True
@@ -229,7 +230,7 @@ class LastStep:
     def reached(self, step: int, patience: float) -> bool:
         """Whether to stop here, where `step` steps are complete. Only worth a call once `asked` is set.
 
-        Waits where the promise ends, at most `patience` seconds, for the others' promises to be counted.
+        Where the promise ends, it waits at most `patience` seconds for the others' promises to be counted.
         """
         deadline = time.monotonic() + patience
         with self._changed:
@@ -248,14 +249,14 @@ class LastStep:
 
     @property
     def seconds(self) -> float:
-        """Since it was asked for."""
+        """Seconds since the stop was asked for."""
         return time.monotonic() - self.since if self.asked else 0.0
 
 
-# A rank's thread of the agreement, where no agent speaks for it.
+# The thread with which a rank takes part in the agreement where no agent speaks for it.
 #
 # Every rank looks once a second for a request, through a connection of its own: a store's client makes one
-# call at a time, and training may sit in one. A rank that is alone needs no store.
+# call at a time, and training may be blocked in one. A rank that is alone needs no store.
 
 
 log = logging.getLogger("holdfast")
@@ -263,15 +264,16 @@ log = logging.getLogger("holdfast")
 LOOK = 1.0
 """Seconds between two looks for a request."""
 LOOK_FOR_PROMISES = 0.05
-"""The same once there is one."""
+"""The same once there is a request."""
 NAMED = 8
-"""Ranks that are named, of those that do not answer."""
+"""How many of the ranks that do not answer are named."""
 ANSWERS = 20.0
 """Seconds for all promises. Threads answer within a second or two, whatever their loops do; a rank that has
-not by then is gone, and without a launcher nobody ends the others, which may wait for it in a collective."""
+not answered by then is gone, and without a launcher nobody ends the others, which may be waiting for it in a
+collective."""
 PARTING = 2.0
 TOLD = 5.0
-"""Seconds that rank 0 waits for the others to know the step before it leaves: it may host the store."""
+"""Seconds for which rank 0 waits, before it leaves, until the others know the step: it may host the store."""
 
 
 def signalled(number: signal.Signals, sender: str, rank: int, node: str) -> StopRequest:
@@ -288,10 +290,10 @@ def signalled(number: signal.Signals, sender: str, rank: int, node: str) -> Stop
 
 
 def own_connection(store: Any) -> DecisionStore:
-    """Another client of the same store; the same one where that cannot be had."""
+    """Another client of the same store; this one if the store cannot be cloned."""
     with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-        found: DecisionStore = store.clone()
-        return found
+        another: DecisionStore = store.clone()
+        return another
     log.warning(
         "holdfast: the store (%s) cannot be cloned: requests to stop share its one connection with training",
         type(store).__name__,
@@ -301,7 +303,7 @@ def own_connection(store: Any) -> DecisionStore:
 
 
 class RankStop:
-    """One rank's. `look`: asked once a second for a request from elsewhere."""
+    """One rank's part, on a thread. `look`: called once a second for a request from elsewhere."""
 
     def __init__(
         self,
@@ -318,9 +320,9 @@ class RankStop:
         every: float = LOOK,
         answers: float = ANSWERS,
     ) -> None:
-        """`heard` is told the request that counts, on every rank; `agreed` the step, on rank 0; `unanswered`,
-        on every rank, who kept them from agreeing; `hastened`, on every rank, the seconds that rank 0 learnt
-        to be left (see `hasten`). `store` may be None for a rank that is alone.
+        """`heard` gets the request that counts, on every rank; `agreed` the step, on rank 0; `unanswered`, on
+        every rank, who kept them from agreeing; `hastened`, on every rank, the seconds that are left
+        according to rank 0 (see `hasten`). `store` may be None for a rank that is alone.
         """
         self._stopping = stopping
         self._store = store if world > 1 else None
@@ -333,7 +335,7 @@ class RankStop:
         self._unanswered = unanswered
         self._hastened = hastened
         self._ends_at: float | None = None
-        """In seconds since 1970: the clocks of one job's nodes agree well enough."""
+        """Seconds since 1970: the clocks of one job's nodes agree well enough for that."""
         self._answers = answers
         self._asked_at = 0.0
         self._look = look
@@ -346,18 +348,18 @@ class RankStop:
         self._thread.start()
 
     def wish(self, request: StopRequest) -> None:
-        """This rank was asked: the whole group is to stop."""
+        """This rank was asked to stop, so the whole group is to stop."""
         self._wish = self._wish or request
         self._wake.set()
 
     def hasten(self, seconds: float) -> None:
-        """Rank 0 has learnt that the scheduler ends the job in so many seconds: all ranks are told."""
+        """Rank 0 has learned that the scheduler ends the job in so many seconds; tell all ranks."""
         self._hastened(seconds)
         self._ends_at = time.time() + seconds
         self._wake.set()
 
     def close(self, done: int, *, failed: bool = False) -> None:
-        """`done`: this rank does no more than so many steps; who is asked later need not wait for it.
+        """`done`: this rank does no more than this many steps; a later request need not wait for it.
 
         `failed`: an error ends this rank, and nothing may hold that up.
         """
@@ -390,7 +392,7 @@ class RankStop:
         """The last words of a rank that leaves."""
         if agreement.request is None and self._leaving is not None:
             agreement.say(Promised(step=self._leaving))
-        store.set(_knows(self._rank), "1")  # or need not know any more
+        store.set(_knows(self._rank), "1")  # or no longer needs to know
         deadline = time.monotonic() + TOLD
         waiting = list(range(1, self._world)) if self._named else []
         while waiting and time.monotonic() < deadline:
@@ -406,10 +408,10 @@ class RankStop:
                 return
             self._asked_at = time.monotonic()
             agreement.say(Promised(step=self._stopping.prepare(request.detail)))
-            self._heard(request)  # after the promise: others wait for that one
+            self._heard(request)  # after the promise, for which others wait
         if self._stopping.stop_at is None:
             self._agree(agreement, store)
-        if self._rank != 0:  # one process asks the scheduler, and all mind what it says
+        if self._rank != 0:  # rank 0 alone asks the scheduler, and all heed the answer
             ends_at = agreement.sooner(float)
             if ends_at is not None:
                 self._hastened(ends_at - time.time())

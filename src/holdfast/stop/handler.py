@@ -10,8 +10,8 @@ with holdfast.ShutdownHandler(timeout=300) as stop:
 ```
 Guarantee: `should_stop` is True after the same step on every rank, without a collective; a signal to any one
 of them is enough. By the deadline the process has left the block, or is ended with its stacks written down.
-Where Slurm ends the job, the deadline is what Slurm leaves; rank 0 asks, and says at the start how much that
-is. A second signal ends it at once. See agreement.py for how.
+Where Slurm ends the job, the deadline is what Slurm leaves; rank 0 asks Slurm, and says at the start how much
+that is. A second signal ends the process at once. See agreement.py for how it works.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("holdfast")
 PATIENCE = 600.0
 """Seconds to wait for the other ranks' promises where no deadline is set."""
 SLACK = 30.0
-"""Beyond a deadline, which ends the process before this counts."""
+"""Seconds to wait beyond a deadline, which ends the process before they are over."""
 _DEFAULTS = StopSettings()
 
 
@@ -56,8 +56,9 @@ class ShutdownHandler:
         """`timeout`: seconds from the request until the block must have been left; 0 for no limit.
 
         `group`: whose ranks agree: a process group; a pair of a c10d store and (rank, world size); or None
-        for the default group, and for this process alone where there is none. `stop_file`: asks too, once it
-        is there (rank 0 looks). `stacks`: a file for what every thread was doing when the deadline passed.
+        for the default group, or for this process alone if there is none. `stop_file`: a file that asks for
+        a stop too, once it exists (rank 0 looks for it). `stacks`: a file for what every thread was doing
+        when the deadline passed.
         """
         text = signals if isinstance(signals, str) else ",".join(_name(one) for one in signals)
         try:
@@ -82,7 +83,7 @@ class ShutdownHandler:
 
     def __enter__(self) -> Self:
         if self._used:
-            raise UsageError("a ShutdownHandler is used once; make a new one for another loop")
+            raise UsageError("a ShutdownHandler can be used only once; make a new one for another loop")
         self._used = True
         store, self._rank, world = _reach(self._group)
         self._over_store = RankStop(
@@ -113,7 +114,7 @@ class ShutdownHandler:
             self._over_store.close(self._step, failed=error is not None)
 
     def should_stop(self, step: int | None = None) -> bool:
-        """Whether to save and leave the loop now. Called by every rank after the same steps.
+        """Whether to save and leave the loop now. Every rank must call it after the same steps.
 
         `step`: the number of the step that is done, rising; without it the calls are counted.
         """
@@ -168,14 +169,14 @@ class ShutdownHandler:
             )
 
     def _hasten(self, lead: float) -> None:
-        """It is Slurm that ends the job: rank 0 has asked it."""
-        found = self._deadline.hasten(lead) if self._stopping.asked else None
-        if found is not None:
-            log.warning("holdfast: the stop must be over within %.1f s: %s", found.seconds, found.why)
+        """Rank 0 has learned from Slurm that it ends the job in `lead` seconds."""
+        closer = self._deadline.hasten(lead) if self._stopping.asked else None
+        if closer is not None:
+            log.warning("holdfast: the stop must be over within %.1f s: %s", closer.seconds, closer.why)
 
     def _arm(self) -> None:
         limit = deadline(self._timeout, None)
-        self._deadline.arm(limit.seconds, f"{self._timeout:g} s from the request on")
+        self._deadline.arm(limit.seconds, f"{self._timeout:g} s from the request")
 
 
 def _name(one: str | int) -> str:
@@ -187,7 +188,7 @@ def _reach(group: Any) -> tuple[Any, int, int]:
     if isinstance(group, tuple):
         store, (rank, world) = group
         return _numbered(store, rank, ""), int(rank), int(world)
-    distributed: Any = sys.modules.get("torch.distributed")  # not imported: then there is no group either
+    distributed: Any = sys.modules.get("torch.distributed")  # if not imported, there is no group either
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world > 1:
@@ -198,17 +199,17 @@ def _reach(group: Any) -> tuple[Any, int, int]:
         return None, 0, 1
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     if rank < 0:
-        raise UsageError("this rank is no member of the group that was given to ShutdownHandler")
+        raise UsageError("this rank is not a member of the group that was given to ShutdownHandler")
     name = group.group_name if group is not None else ""
-    from holdfast.base import default_store  # torch is there, so its import is not to be feared
+    from holdfast.base import default_store  # torch is imported already, so this costs little
 
     default = default_store()
     return _numbered(default, rank, str(name)), rank, world
 
 
 def _numbered(store: Any, rank: int, name: str) -> Any:
-    """The store under a prefix of this handler's own: every rank makes the same ones in the same order."""
-    from torch.distributed import PrefixStore  # the store is torch's, so torch is there
+    """The store under this handler's own prefix: every rank makes the same handlers in the same order."""
+    from torch.distributed import PrefixStore  # the store is torch's, so torch is installed
 
     number = store.add(f"holdfast/shutdown/{name}/{rank}", 1)
     return PrefixStore(f"holdfast/shutdown/{name}/{number}", store)

@@ -1,12 +1,12 @@
 """What asks a rank to stop: signals and the stop file; by when it must have ended; loaders that live on.
 
 Guarantee: a handler does nothing but count. Nothing is saved, logged, locked or raised where a signal happens
-to arrive, which may be in the middle of a write. A thread of its own is told at once, through the
-interpreter's wakeup descriptor, also while the main thread sits in a collective that has released the
+to arrive, which may be in the middle of a write. A separate thread learns of it at once, through the
+interpreter's wakeup descriptor, even while the main thread sits in a collective that has released the
 interpreter's lock; and only that thread acts.
 
 Processes that a rank forks (loaders' workers, proofs) inherit neither the handlers nor the descriptor, nor
-the deadline's timer: a signal to one of them is none to the rank.
+the deadline's timer: a signal to one of them is not a signal to the rank.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from holdfast.process import SeenSender, named, seen, take, watch
 # The file whose appearance asks for a stop.
 #
 # Guarantee: looking for it never ends a run, nor holds one up. It may be on a file system that answers with
-# an error for a while, or not at all (a stale handle, a lost server): then nobody is asked to stop by it,
-# which is told once.
+# an error for a while, or not at all (a stale handle, a lost server): then it asks nobody to stop, and that
+# is said once.
 
 
 class StopFile:
-    """For whoever looks for it again and again."""
+    """The stop file, for callers that look for it again and again."""
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class StopFile:
         self._look = Look(lambda: _exists(self.path), "stop-file")
 
     def request(self) -> StopRequest | None:
-        """What it asks for, once it is there."""
+        """What the file asks for, once it is there."""
         if not self.is_there():
             return None
         return StopRequest(source=Source.STOP_FILE, detail=f"{self.path} is there", at=time.time())
@@ -67,19 +67,19 @@ class StopFile:
         if not self._told:
             self._told = True
             self._tell(
-                f"the stop file {self.path} cannot be looked for: {why}; it asks for nothing meanwhile"
+                f"the stop file {self.path} cannot be looked for: {why}; until it can, it asks for nothing"
             )
         return False
 
 
 def refuse_stop_file(path: Path) -> None:
-    """One that is there before the start would end the run at once; somebody forgot it."""
+    """A stop file that is there before the start would end the run at once; somebody forgot to remove it."""
     try:
         there = _exists(path)
     except OSError as error:
         raise UsageError(
             f"the stop file {path} cannot be looked for: {error.strerror or error}. Set stop.stop_file to a "
-            "path that can be"
+            "path that can be looked for"
         ) from error
     if there:
         raise UsageError(
@@ -89,7 +89,7 @@ def refuse_stop_file(path: Path) -> None:
 
 
 def _exists(path: Path) -> bool:
-    """Unlike `Path.exists`, which in some releases of Python takes any error for a no."""
+    """Whether it exists; unlike `Path.exists`, which in some Python releases takes any error for a no."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -99,11 +99,11 @@ def _exists(path: Path) -> bool:
 
 # Data loaders' worker processes that do not die of a request to stop, where the settings say so.
 #
-# A scheduler signals every process of a job. A loader's worker that dies of it ends the step that the rank
-# still has to do before it stops. So workers let such a signal pass if their rank is stopping, which they
-# learn from a byte that they share with it. If the rank is not, the signal was meant for the worker itself,
-# such as that by which multiprocessing ends its children, and the worker ends, a few seconds later than it
-# would have.
+# A scheduler signals every process of a job. A loader's worker that dies of the signal ends the step that
+# the rank still has to do before it stops. So workers ignore such a signal if their rank is stopping, which
+# they learn from a byte that they share with it. If the rank is not stopping, the signal was meant for the
+# worker itself, like the one with which multiprocessing ends its children, and the worker ends, a few seconds
+# later than it would have.
 
 
 LOADER_LOOK = 0.05
@@ -118,13 +118,13 @@ class LoaderSignals:
         self._asked = False
 
     def spare(self, loader: Any) -> None:
-        """Have the workers that this loader will start take part; for any other object nothing is done."""
+        """Include the workers that this loader will start; does nothing for any other object."""
         if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
             return
         context = getattr(loader, "multiprocessing_context", None) or multiprocessing
         flag = context.RawValue("b", 0)
         self._flags.append(flag)
-        flag.value = int(self._asked)  # in this order: who asks meanwhile sets those that are in the list
+        flag.value = int(self._asked)  # in this order: `asked`, called meanwhile, sets all in the list
         loader.worker_init_fn = SparedWorker(loader.worker_init_fn, self._numbers, flag)
 
     def asked(self) -> None:
@@ -161,12 +161,12 @@ class SparedWorker:
             time.sleep(LOADER_LOOK)
 
 
-# By when a rank that was asked to stop must have ended, whatever its threads do.
+# The deadline by which a rank that was asked to stop must have ended, whatever its threads do.
 #
 # Guarantee: once armed with a limit, the process ends by it. A thread of its own first writes down what every
 # thread was doing, to standard error and to a file, then ends the process at once: no clean-up that could
 # hang. If the main thread never gives the interpreter's lock back, the fault handler's timer, which needs no
-# lock, ends it a little later. A snapshot that the writer process has is committed all the same.
+# lock, ends the process a little later. A snapshot that the writer process holds is committed all the same.
 
 
 log = logging.getLogger("holdfast")
@@ -179,10 +179,10 @@ STDERR = 2
 
 
 class StopDeadline:
-    """One for a rank. Every method may be called from any thread; the shortest limit counts."""
+    """A rank's deadline. Every method may be called from any thread; the shortest limit counts."""
 
     def __init__(self, on_forced: Callable[[str, str], None] | None = None) -> None:
-        """`on_forced`: told why, and the file with the stacks (or nothing), right before the end."""
+        """`on_forced`: called right before the end with the reason and the file of the stacks, if any."""
         self._on_forced = on_forced
         self._stacks: Path | None = None
         self._lock = threading.Lock()
@@ -199,7 +199,7 @@ class StopDeadline:
         self._stacks = path
 
     def arm(self, seconds: float | None, why: str) -> None:
-        """From now on so many seconds are left; None is no limit."""
+        """From now on, so many seconds are left; None means no limit."""
         if seconds is None:
             return
         with self._moved:
@@ -216,7 +216,7 @@ class StopDeadline:
             self._moved.notify_all()
 
     def hasten(self, lead: float) -> Deadline | None:
-        """The scheduler leaves so many seconds: the deadline that this makes, if it has come closer."""
+        """The scheduler leaves so many seconds: returns the new deadline, if that has come closer."""
         found = sooner(self.left, lead)
         if found is not None:
             self.arm(found.seconds, found.why)
@@ -229,19 +229,19 @@ class StopDeadline:
             faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
     def after_fork(self) -> None:
-        """The timer was taken back for the fork: here, in the parent, it runs on."""
+        """The timer was cancelled for the fork; in the parent, it is set again."""
         with self._moved:
             if not self._over and self._ends is not None:
                 self._set_timer()
 
     @property
     def left(self) -> float | None:
-        """Seconds; None for no limit."""
+        """Seconds left; None for no limit."""
         ends = self._ends
         return None if ends is None else max(0.0, ends - time.monotonic())
 
     def disarm(self) -> None:
-        """There is no deadline any more: nothing is to be stopped."""
+        """There is no deadline any more: nothing has to be stopped."""
         with self._moved:
             self._over = True
             _armed.discard(self)
@@ -291,7 +291,7 @@ class StopDeadline:
 LOOK = 1.0
 """Seconds between two looks at the count, in case somebody takes the wakeup descriptor away later."""
 LOOK_UNWOKEN = 0.1
-"""The same where the descriptor was somebody else's to begin with."""
+"""The same where the descriptor already belonged to somebody else."""
 PARTING = 2.0
 
 
@@ -308,11 +308,11 @@ class StopSignals:
     ) -> None:
         """Both are called on a thread; after `on_again`, or soon if it hangs, the process ends, unflushed.
 
-        `instead`: what a script sets to keep its own handlers; said when one of those is replaced.
+        `instead`: what a script sets to keep its own handlers; named when one of those is replaced.
         """
         self.numbers = list(numbers)
         self.code: int | None = None
-        """What a later signal ends this process with; None for 128 and its number."""
+        """The exit code with which a later signal ends this process; None for 128 plus its number."""
         self._on_first = on_first
         self._on_again = on_again
         self._first: float | None = None
@@ -334,15 +334,15 @@ class StopSignals:
         return self._thread is not None
 
     def takes(self, number: signal.Signals) -> bool:
-        """Whether this signal does not end the process any more."""
+        """Whether this signal no longer ends the process."""
         return self.installed and number in self._before
 
     def sender(self, number: signal.Signals, launcher: int | None = None) -> str:
-        """Who sent the one that is told just now; empty if that is not known."""
+        """Who sent the signal that is being reported just now; empty if that is not known."""
         return named(number, self._seen, launcher)
 
     def install(self) -> bool:
-        """Take the signals over. False, and said, where that cannot be: only a main thread can."""
+        """Take the signals over. False, with a warning, if that is not possible: only a main thread can."""
         if threading.current_thread() is not threading.main_thread():
             log.warning(
                 "holdfast: not in the main thread, so signals cannot be taken as requests to stop; "
@@ -360,8 +360,8 @@ class StopSignals:
         replaced = [n.name for n, before in self._before.items() if callable(before)]
         if replaced:
             log.warning(
-                "holdfast: the handler that this script had for %s is replaced: the signal asks for a save "
-                "and a stop now%s",
+                "holdfast: the handler that this script had for %s is replaced: the signal now asks for a "
+                "save and a stop%s",
                 ", ".join(replaced),
                 f". To keep the script's own, set {self._instead}" if self._instead else "",
             )
@@ -378,14 +378,14 @@ class StopSignals:
         if not self._owns_wakeup:
             signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
             log.warning(
-                "holdfast: another part of this program uses the interpreter's wakeup descriptor; a signal "
-                "is then seen only when the main thread runs Python code, not within a long call"
+                "holdfast: another part of this program uses the interpreter's wakeup descriptor; so a "
+                "signal is seen only when the main thread runs Python code, not within a long call"
             )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        # Closed on a thread that could not give it back (this is the main one), or called by a handler that
-        # has taken the place of ours.
+        # Either `close` ran on a thread that could not give the signals back (this is the main one), or a
+        # handler that has taken the place of ours calls this one.
         if self._closing:
             registered = signal.getsignal(number) == self._handle
             self._give_back()
@@ -396,9 +396,10 @@ class StopSignals:
         self._handled += 1
 
     def close(self) -> None:
-        """Give the signals back to who had them; from another thread than the main one, when the next comes.
+        """Give the signals back to whoever had them; off the main thread, that is done at the next signal.
 
-        Until then the descriptors stay open: a signal's number would be written to whatever file has theirs.
+        Until then the descriptors stay open: otherwise a signal's number would be written to whatever file
+        has been given theirs.
         """
         if self._thread is None or os.getpid() != self._pid:
             return
@@ -432,7 +433,7 @@ class StopSignals:
                 end.close()
 
     def forget(self) -> None:
-        """In a forked child: the signals mean there what they meant before, and nobody here is told."""
+        """In a forked child: the signals mean what they meant before, and nobody here hears of them."""
         self._give_back()
         self._hang_up()
         self._thread = None
@@ -448,8 +449,9 @@ class StopSignals:
         while not self._closing:
             poll.poll((LOOK if self._owns_wakeup else LOOK_UNWOKEN) * 1000)
             last = self._read(receiver)
-            # Each arrival is seen twice: at once through the descriptor, and when the handler has run. Those
-            # of one kind that are pending together are handled once, so the larger count is the true one.
+            # Each arrival is seen twice: at once through the descriptor, and when the handler has run.
+            # Signals of one kind that are pending together are handled once, so the larger count is the
+            # true one.
             arrived = max(self._woken, self._handled)
             for _ in range(arrived - told):
                 self._call(last or self._last)
@@ -480,7 +482,7 @@ class StopSignals:
             log.exception("holdfast: a request to stop (%s) could not be passed on", number.name)
 
     def _end(self, number: signal.Signals) -> NoReturn:
-        """Now: nothing that is told on the way may hold it up."""
+        """End the process now: nothing that is said on the way may hold that up."""
         words = threading.Thread(target=self._last_words, args=(number,), daemon=True)
         words.start()
         words.join(LAST_WORDS)
@@ -500,11 +502,11 @@ _active: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 _armed: weakref.WeakSet[StopDeadline] = weakref.WeakSet()
 _watched_forks = False
 _forking = threading.local()
-"""The mask of a thread that forks, as it was before."""
+"""The signal mask of a thread that forks, as it was before."""
 
 
 def _watch_forks() -> None:
-    """Once a process; what is registered for forks cannot be taken back."""
+    """Once per process: what is registered for forks cannot be unregistered."""
     global _watched_forks
     if not _watched_forks:
         _watched_forks = True
@@ -512,11 +514,12 @@ def _watch_forks() -> None:
 
 
 def _before_fork() -> None:
-    # The fault handler has one timer and a thread for it. A fork has that thread no more, and whoever set or
-    # took back a timer there would wait for it for ever, with the interpreter's lock.
+    # The fault handler has one timer and a thread for it. A forked child has that thread no more, and setting
+    # or cancelling a timer there would wait for it for ever, holding the interpreter's lock.
     if list(_armed):
         faulthandler.cancel_dump_traceback_later()
-    # A signal that reaches the child before it has given ours up would be written to the rank's own socket.
+    # A signal that reached the child before it had given up our handlers would be written to the rank's own
+    # socket.
     numbers = {number for signals in list(_active) for number in signals.numbers}
     if numbers:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -537,7 +540,7 @@ def _unblock() -> None:
 
 def _in_child() -> None:
     for signals in list(_active):
-        with contextlib.suppress(Exception):  # a child must not fail for it
+        with contextlib.suppress(Exception):  # a child must not fail because of it
             signals.forget()
     _active.clear()
     _armed.clear()

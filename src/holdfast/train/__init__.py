@@ -4,7 +4,7 @@ For joining an attempt, saving, resuming, counting, signs of life, probation and
 `check`, `stragglers`.
 Promises: ranks agree before they act; without the launcher the same things hold as far as one process can
 see.
-Never: change the training's numbers; kill a healthy run because something of Holdfast's failed.
+Never: change the training's numbers; kill a healthy run because something in Holdfast failed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A rank's signs of life to its agent, and what the two say to each other.
 
-Guarantee: nothing here ever holds a step up or ends a run. Sends do not wait; what an agent that does not
-read cannot take is dropped and counted, and the newest state is sent as soon as it reads again. Every message
-says completely where the rank is, so a lost one is made good by any later one; a word about stopping is kept
-until it is taken. An agent that is gone is told once, and training goes on.
+Guarantee: nothing here ever holds a step up or ends a run. Sends do not wait; what an agent that is not
+reading cannot take is dropped and counted, and the newest state is sent as soon as it reads again. Every
+message says completely where the rank is, so any later message makes up for a lost one; a message about
+stopping is kept until it is taken. If the agent is gone, that is reported once, and training goes on.
 
-A thread of its own answers the agent's questions, so also while the main thread hangs in a call that has
-released the interpreter's lock.
+A separate thread answers the agent's questions, even while the main thread hangs in a call that has released
+the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast.process import Garbage, Gone, Packets
 
 # What a rank and its agent say to each other.
 #
-# A `State` is complete: whichever of them arrives says everything, so any before it may be lost.
+# A `State` is complete: whichever one arrives says everything, so any earlier one may be lost.
 
 
 SOCKET = "monitor.sock"
@@ -47,16 +47,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     pid: int
     at: float
     limits: Limits | None = None
-    """By which it is watched; None for the agent's own."""
+    """The limits by which it is watched; None for the agent's own."""
     learn: bool = False
     """Whether its limits are to be tightened by what was learned."""
     defers_sigterm: bool = False
-    """SIGTERM does not end this process: it takes that for a request to save and stop. Who wants it to end
-    without that, as after a failure, has to kill it."""
+    """SIGTERM does not end this process, which takes it as a request to save and stop. To end it without
+    that, as after a failure, it has to be killed."""
 
 
 class State(msgspec.Struct, array_like=True, tag="state"):
-    """Where a rank is: after every change, and as a mere sign of life."""
+    """Where a rank is: sent after every change, and as a mere sign of life."""
 
     at: float
     step: int
@@ -65,9 +65,9 @@ class State(msgspec.Struct, array_like=True, tag="state"):
     left: float
     sections: list[OpenSection]
     dropped: int
-    """Messages that could not be sent so far, because the agent did not read."""
+    """How many messages could not be sent so far, because the agent was not reading."""
     exiting: bool = False
-    """The loop has ended; what the script does now is watched by limits of its own."""
+    """The loop has ended; what the script does now is watched by separate limits."""
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):
@@ -83,7 +83,7 @@ class AnswerPart(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     ask: int
     index: int
     parts: int
-    """0: there is no answer, and `data` says why."""
+    """0 means that there is no answer, and `data` says why."""
     data: bytes
 
 
@@ -94,23 +94,23 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class StopWish(msgspec.Struct, frozen=True, array_like=True, tag="wish"):
-    """This rank was asked to stop (a signal reached it): the whole run is to."""
+    """This rank was asked to stop (a signal reached it), so the whole run is to stop."""
 
     why: str
     now: bool = False
-    """Whether it was asked a second time: without a save."""
+    """Whether it was asked a second time, which means without a save."""
     signal: str = ""
     """`SIGTERM` and such."""
     source: str = "signal"
-    """One of policy.Source. What is no signal concerns the whole job, never one node."""
+    """One of policy.Source. Anything but a signal concerns the whole job, never one node."""
     sender: str = ""
-    """Of the signal, in words; empty if that is not known."""
+    """Who sent the signal, in words; empty if not known."""
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True, tag="promise"):
-    """The answer to `Prepare`: this rank does not go on after `step` before it knows where all stop.
+    """The answer to `Prepare`: this rank does not go past `step` until it knows where all stop.
 
-    0 from a rank that has not begun its first step yet: it will stop before it, if the others let it.
+    0 comes from a rank that has not yet begun its first step: it will stop before it, if the others let it.
     """
 
     step: int
@@ -126,7 +126,7 @@ FromRank = Hello | State | Seen | AnswerPart | Bye | StopWish | Promise | Halted
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """The agent wants to know what the rank is doing; also while its main thread hangs."""
+    """The agent wants to know what the rank is doing, even while its main thread hangs."""
 
     ask: int
     timeout: float
@@ -137,13 +137,13 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
 
     why: str
     seconds: float | None = None
-    """Until this rank must have ended; None for no limit."""
+    """Seconds until this rank must have ended; None for no limit."""
     ago: float = 0.0
-    """Seconds since it was asked for."""
+    """Seconds since the stop was asked for."""
 
 
 class StopAt(msgspec.Struct, frozen=True, array_like=True, tag="stop_at"):
-    """Every rank has promised: all stop after this step, or at once if they have done it."""
+    """Every rank has promised: all stop after this step, or at once if they have completed it."""
 
     step: int
 
@@ -160,20 +160,20 @@ CONNECT = 10.0
 PARTING = 2.0
 """Seconds for the last messages to be taken."""
 SEEN_EVERY = 5.0
-"""Seconds after which what was measured is told again."""
+"""Seconds after which the measurements are sent again."""
 RARE = (SETUP, CHECKPOINTING)
-"""Sections after which it is told at once."""
+"""Sections after which they are sent at once."""
 URGENT = 5.0
-"""Seconds that a word about stopping is waited for to be taken; later it is said by the thread."""
+"""Seconds to wait for a message about stopping to be taken; after that the thread sends it."""
 MOST_INSIDE = 32
-"""Names of sections inside a section that are told; what has further ones counts as the outer one's."""
+"""Names of sections inside a section that are reported; time in any others counts as the outer section's."""
 
 
 class Heeds(Protocol):
-    """What an agent's words about stopping are for. Called on the thread that listens."""
+    """The receiver of an agent's messages about stopping. Called on the thread that listens."""
 
     def prepare(self, asked: Prepare, /) -> int:
-        """The step that this rank promises not to go past."""
+        """Return the step that this rank promises not to go past."""
         ...
 
     def agree(self, step: int, /) -> None: ...
@@ -201,7 +201,7 @@ class Beats:
         self._line = line
         self._behind = False
         self._owed: deque[FromRank] = deque()
-        """Words about stopping that were not taken yet, in their order."""
+        """Messages about stopping that were not taken yet, in order."""
         self._closing = False
         self._resting = False
         if line is not None:
@@ -220,7 +220,7 @@ class Beats:
         heeds: Heeds | None = None,
         defers_sigterm: bool = False,
     ) -> Beats:
-        """Say hello to the agent at `path`; if that does not work, it is said and nothing is watched."""
+        """Say hello to the agent at `path`; if that fails, a warning says so and nothing is watched."""
         hello = Hello(
             pid=os.getpid(),
             at=time.monotonic(),
@@ -237,7 +237,7 @@ class Beats:
             if line is not None:
                 line.close()
             log.warning(
-                "holdfast: cannot reach the agent's monitor at %s: %s; hangs of this rank will not be found",
+                "holdfast: cannot reach the agent's monitor at %s: %s; hangs of this rank will go unnoticed",
                 path,
                 error,
             )
@@ -256,7 +256,7 @@ class Beats:
     # --- the loop's calls -----------------------------------------------------------------------------------
 
     def enter(self, section: str, *, at_least: float = 0.0) -> None:
-        """A section begins, inside those that are open. Its limit is not below `at_least`, this once."""
+        """A section begins, inside those that are open. For this once its limit is not below `at_least`."""
         if self._line is None:
             return
         now = time.monotonic()
@@ -272,7 +272,7 @@ class Beats:
         self._tell(now)
 
     def leave(self, section: str, *, learn: bool = True) -> None:
-        """The section ends, and what is still open inside it. One that is not open changes nothing."""
+        """The section ends, with whatever is still open inside it. If it is not open, nothing changes."""
         if self._line is None:
             return
         now = time.monotonic()
@@ -311,7 +311,7 @@ class Beats:
         self._tell(time.monotonic())
 
     def rest(self) -> None:
-        """Training is over, for all that can be seen from here: what comes now is not watched."""
+        """Training is over, as far as can be seen from here: what comes now is not watched."""
         if self._line is None or self._resting:
             return
         self._resting = True
@@ -329,7 +329,7 @@ class Beats:
         self._insist(Halted(step))
 
     def exiting(self) -> None:
-        """The loop has ended: until this process ends, limits of their own hold for what the script does."""
+        """The loop has ended: until this process ends, separate limits apply to what the script does."""
         if self._line is None or self._resting:
             return
         now = time.monotonic()
@@ -340,7 +340,7 @@ class Beats:
         self._tell(now)
 
     def failing(self) -> None:
-        """An error is ending this rank: the time that this takes is watched like that between sections."""
+        """An error is ending this rank: the time this takes is watched like time between sections."""
         if self._line is None:
             return
         self._resting = False
@@ -364,7 +364,7 @@ class Beats:
         self._nudge()
         self._thread.join(PARTING)
         line, self._line = self._line, None
-        if line is not None and not self._thread.is_alive():  # else it still uses them
+        if line is not None and not self._thread.is_alive():  # otherwise it still uses them
             self._pay(line)
             line.close()
             os.close(self._wake)
@@ -381,7 +381,7 @@ class Beats:
         self._count_inside(entry, own)
         while entry.name != section:
             entry = sections.pop()
-            own = entry.spent  # its clock stood still while the one inside it was open
+            own = entry.spent  # its clock stood still while the section inside it was open
             self._count_inside(entry, own)
         if learn and not state.exiting and (state.trained or section in BEFORE_TRAINING):
             _count(self._seen.setdefault(section, [0.0, 0.0]), own)
@@ -394,7 +394,7 @@ class Beats:
     def _count_inside(self, entry: OpenSection, own: float) -> None:
         """A section has ended inside those that are still open."""
         if entry.at_least:
-            return  # it had a deadline of its own
+            return  # it had its own deadline
         for outer in self._state.sections:
             if entry.name in outer.inside or len(outer.inside) < MOST_INSIDE:
                 outer.inside[entry.name] = outer.inside.get(entry.name, 0.0) + own
@@ -423,7 +423,7 @@ class Beats:
             self._lost(error)
 
     def _send(self, message: FromRank, wait: float = 0.0) -> bool:
-        """Send one message, waiting at most so long for room. Whether it was sent."""
+        """Send one message, waiting at most `wait` seconds for room; returns whether it was sent."""
         line = self._line
         if line is None:
             return False
@@ -436,12 +436,12 @@ class Beats:
         return sent
 
     def _insist(self, message: FromRank) -> None:
-        """Send what no later message makes good: now, or else as soon as it is taken."""
+        """Send what no later message makes up for: now, or as soon as it is taken."""
         if self._line is not None and (self._owed or not self._send(message, URGENT)):
             self._owed.append(message)
 
     def _pay(self, line: Packets[FromAgent]) -> None:
-        """Send what is owed, as far as it is taken."""
+        """Send as much of what is owed as is taken."""
         try:
             while self._owed and line.send(self._owed[0]):
                 self._owed.popleft()
@@ -449,7 +449,7 @@ class Beats:
             self._lost(error)
 
     def _lost(self, error: Gone) -> None:
-        """The agent is gone, or hung up. Its own end is others' business; this rank is no longer watched."""
+        """The agent is gone, or hung up. Others deal with its end; this rank is no longer watched."""
         if self._line is not None and not self._closing:
             log.warning("holdfast: the agent's monitor is gone (%s); this rank is no longer watched", error)
         self._closing = True
@@ -474,7 +474,7 @@ class Beats:
             if self._owed:
                 self._pay(line)
             if self._behind and not self._resting:
-                self._behind = False  # before the state is read: what changes after that sets it again
+                self._behind = False  # before the state is read: any later change sets it again
                 try:
                     if not line.send(self._state):
                         self._behind = True
@@ -488,7 +488,7 @@ class Beats:
         try:
             said = line.receive()
         except Garbage:
-            return True  # a newer agent may ask more than this release knows
+            return True  # a newer agent may ask for more than this release knows
         except Gone as error:
             self._lost(error)
             return False
@@ -507,13 +507,13 @@ class Beats:
             else:
                 self._insist(Promise(heeds.prepare(said)))
         except Exception:
-            log.exception("holdfast: what the agent said about stopping could not be followed")
+            log.exception("holdfast: the agent's message about stopping could not be acted on")
 
     def _answer(self, ask: Ask) -> None:
         deadline = time.monotonic() + ask.timeout
         try:
             testimony = self._testify() if self._testify is not None else None
-            problem = "this rank has nothing that could testify" if testimony is None else ""
+            problem = "nothing in this rank can testify" if testimony is None else ""
         except Exception as error:  # noqa: BLE001 - whatever it is, the agent must get an answer
             testimony, problem = None, f"{type(error).__name__}: {error}"
         if testimony is not None and len(testimony) > ANSWER_LIMIT:

@@ -1,10 +1,10 @@
 """What a rank leaves behind when an exception ends it: error file, exit code, and a traceback folded away.
 
-torch's launcher names an error file for each rank but only functions wrapped with its decorator write one,
+torch's launcher names an error file for each rank, but only functions wrapped with its decorator write one,
 with times in whole seconds. This hook writes it for any uncaught exception, before anything else can hang, in
 the same form, with the exact time, and with the classes and numbers of the exception and of all that led to
-it. An error raised on purpose also becomes its own exit code. Where all that ended a rank is the loss of
-another, its traceback goes to a file (`folding`).
+it. An error raised on purpose also sets its own exit code. If a rank ended only because it lost another, its
+traceback goes to a file (`fold`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.record import LaunchInfo
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 MOST_RAISED = 8
-"""Exceptions of one chain that are written."""
+"""How many exceptions of one chain are written."""
 MOST_TYPES = 8
 MOST_TEXT = 4000
 """Characters of one exception's message."""
@@ -40,10 +40,10 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 class CrashHook:
-    """Goes before the present excepthook; `on_crash` is told, if given, once the error file is written."""
+    """Goes in front of the current excepthook; calls `on_crash`, if given, once the error file is written."""
 
     _folding: BaseException | None = None
-    """What any of them has put away: there may be one of a run inside of one of a restartable function."""
+    """What any hook has put away: a run's hook may lie inside that of a restartable function."""
 
     def __init__(self, on_crash: Callable[[BaseException], None] | None = None) -> None:
         self._on_crash = on_crash
@@ -63,9 +63,9 @@ class CrashHook:
             raise SystemExit(int(error.exit_code))
 
     def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """The hooks before this one are told in any case; what is only a consequence they do not print."""
+        """Always call the hooks before this one, but keep them from printing what is only a consequence."""
         folded = None
-        if CrashHook._folding is not error:  # else a later one has seen to it
+        if CrashHook._folding is not error:  # otherwise a later hook has seen to it
             folded = fold(error, msgspec.convert(chain_of(error), list[Raised]))
         if folded is None:
             self._previous(kind, error, trace)
@@ -75,43 +75,43 @@ class CrashHook:
             self._previous(kind, error, trace)
 
     def remove(self) -> None:
-        """Nobody is told any more; unless another hook was put before it, it is gone."""
+        """Stop calling anybody; the hook itself is gone unless another was put in front of it."""
         self._on_crash = None
         if sys.excepthook is self._own:
             sys.excepthook = self._previous
 
 
 def chain_of(error: BaseException, longest: int = MOST_TEXT) -> list[dict[str, Any]]:
-    """An exception and what led to it, the outermost first, as `policy.evidence.Raised` has them."""
+    """An exception and what led to it, outermost first, as `policy.evidence.Raised` has them."""
     found: list[dict[str, Any]] = []
     waiting: list[BaseException] = [error]
     seen: set[int] = set()
     here = _directory()
     while waiting and len(found) < MOST_RAISED:
-        one = waiting.pop(0)
-        if id(one) in seen:
+        raised = waiting.pop(0)
+        if id(raised) in seen:
             continue
-        seen.add(id(one))
-        said = _said(one)
-        number = getattr(one, "errno", None) if isinstance(one, OSError) else None
+        seen.add(id(raised))
+        said = _said(raised)
+        number = getattr(raised, "errno", None) if isinstance(raised, OSError) else None
         found.append(
             {
-                "types": _types(type(one)),
+                "types": _types(type(raised)),
                 "message": said[: min(longest, MOST_TEXT)],
                 "errno": number if isinstance(number, int) else None,
-                "where": where_of(_frames(one), said, here),
+                "where": where_of(_frames(raised), said, here),
             }
         )
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
-        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        if isinstance(raised, BaseExceptionGroup):
+            waiting += raised.exceptions
+        before = raised.__cause__ or (None if raised.__suppress_context__ else raised.__context__)
         if before is not None:
             waiting.append(before)
     return found
 
 
 def _types(kind: type[BaseException]) -> list[str]:
-    """A class and what it derives from, up to but without Exception."""
+    """A class and what it derives from, up to but not including Exception."""
     above = (Exception, BaseException, object)
     names = [_name(one) for one in kind.__mro__ if one not in above]
     return names[:MOST_TYPES] or [kind.__qualname__]
@@ -122,7 +122,7 @@ def _name(kind: type) -> str:
 
 
 def _frames(error: BaseException) -> list[Frame]:
-    """Where it was raised, the innermost last; a line that cannot be compiled is the innermost one."""
+    """Where it was raised, innermost last; a line that cannot be compiled counts as the innermost."""
     found = []
     trace = error.__traceback__
     while trace is not None:
@@ -142,12 +142,12 @@ def _directory() -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Its message, whatever its class makes of that, within bounds."""
+    """Its message, in whatever form its class gives it, within bounds."""
     return _said(error)[:MOST_TEXT]
 
 
 def _said(error: BaseException) -> str:
-    """Its message, with as much of another process's traceback as one may have to look at."""
+    """Its message, with as much of another process's traceback as may have to be examined."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 - the user's own class; its name must do
@@ -156,7 +156,7 @@ def _said(error: BaseException) -> str:
 
 
 def write_error_file(error: BaseException) -> None:
-    """Write the launcher's error file, if there is to be one and nobody has written it yet."""
+    """Write the launcher's error file, if it wants one and nobody has written it yet."""
     name = os.environ.get(ERROR_FILE)
     if not name or Path(name).exists():
         return
@@ -181,19 +181,19 @@ def write_error_file(error: BaseException) -> None:
 
 # A traceback that only tells of a lost peer is put away, and one line says where.
 #
-# When a rank dies, every other one fails where it waits for it, with thirty lines that end in gloo's or
+# When a rank dies, every other rank fails where it waits for it, with thirty lines that end in gloo's or
 # NCCL's words. Those are the first and longest thing that a user sees, and none of them is the cause.
 #
 # Guarantee: nothing is lost. A traceback is left out only once it is in a file that outlives the launch, and
-# only where `holdfast run` will tell the cause; whatever is not clearly such a consequence is shown as ever.
+# only if `holdfast run` will report the cause; whatever is not clearly such a consequence is shown as usual.
 
 
 FILE_LIMIT = 1024 * 1024
-"""Characters of a traceback that are kept: half of them from its beginning, half from its end."""
+"""How many characters of a traceback are kept: half from its beginning, half from its end."""
 PATIENCE = 5.0
 """Seconds that the file may take. A dead mount must not keep a rank from ending, nor hide its traceback."""
 LONGEST = 160
-"""Characters of the exception in the line."""
+"""How many characters of the exception the line shows."""
 _TORCHS = "_distributed_excepthook"
 
 
@@ -227,7 +227,7 @@ def fold(error: BaseException, errors: Sequence[Raised]) -> Folded | None:
 
 @contextlib.contextmanager
 def put_away(folded: Folded) -> Iterator[None]:
-    """What the hooks of others print meanwhile goes to the file, if it is more than the traceback there."""
+    """What others' hooks print meanwhile goes to the file, if it is more than the traceback there."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -238,7 +238,7 @@ def put_away(folded: Folded) -> Iterator[None]:
 
 
 def show_all() -> None:
-    """Print what torch holds back: its hook prints after ours has returned, which an exit does not do."""
+    """Print what torch holds back: its hook prints only once ours has returned, which an exit never does."""
     if _stream() is not sys.stderr and isinstance(sys.stderr, io.StringIO):
         with contextlib.suppress(OSError, ValueError):
             _stream().write(sys.stderr.getvalue())
@@ -246,13 +246,13 @@ def show_all() -> None:
 
 
 def _stream() -> TextIO:
-    """Standard error itself, also while torch's hook collects what is written to put the rank before it."""
+    """Standard error itself, even while torch's hook collects what is written to prefix it with the rank."""
     collects = isinstance(sys.stderr, io.StringIO) and getattr(sys.excepthook, "__name__", "") == _TORCHS
     return sys.__stderr__ if collects and sys.__stderr__ is not None else sys.stderr
 
 
 def _target() -> Path | None:
-    """Where the traceback may go; None where nobody will tell the cause, or there is no peer to lose."""
+    """Where the traceback may go; None if nobody will report the cause, or there is no peer to lose."""
     try:
         launched = LaunchInfo.from_environment(os.environ)
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -271,25 +271,25 @@ def _written(target: Path, text: str) -> bool:
         text = f"{text[:half]}\n… {len(text) - 2 * half} characters are left out here …\n{text[-half:]}"
 
     def write() -> bool:
-        target.parent.mkdir(exist_ok=True)  # not its parents: a run that was removed stays so
+        target.parent.mkdir(exist_ok=True)  # not its parents: a run that was removed stays removed
         replace_atomic(target, text.encode(errors="replace"), durable=False)
         return True
 
     try:
         writing = Bounded(write, "traceback")
         return writing.ended(PATIENCE) and writing.result()
-    except (OSError, RuntimeError):  # the latter: no thread can be had
+    except (OSError, RuntimeError):  # the latter: no thread can be started
         return False
 
 
 def _bare(text: str) -> str:
-    """Without what torch puts before each line."""
+    """The text without what torch puts in front of each line."""
     prefix = f"[rank{os.environ.get('RANK', '')}]:"
     return "\n".join(line.removeprefix(prefix).strip() for line in text.splitlines()).strip()
 
 
 def _short(lost: Raised) -> str:
-    """Its class and what it says first, without the place in torch's sources."""
+    """Its class and its first sentence, without the place in torch's sources."""
     first = next(iter(lost.message.strip().splitlines()), "")
     if first.startswith("["):
         first = first.partition("] ")[2] or first

@@ -1,15 +1,15 @@
-"""What the first step of a run shows to be part of the training, and nobody has tracked.
+"""What the first step of a run shows to be part of the training, although nobody has tracked it.
 
-Guarantee: an optimizer that steps, a schedule of one that steps or is tracked, a gradient scaler that scales,
-and a torch loader that is iterated without the run, end the run at the end of its first step, on all ranks
-alike, with a message that names each and says which line to add; unless `run.ignore` was told of it. A run
-that goes on from a checkpoint of its own, and one that is past its first step, is never ended for it: there
-it is only said. An optimizer that is made within a step and used in no other takes nothing along, as in the
-inner loop of meta-learning, and is left alone.
+Guarantee: an untracked optimizer that steps, a schedule of one that steps or is tracked, a gradient scaler
+that scales, or a torch loader that is iterated without the run, ends the run at the end of its first step, on
+all ranks alike, with a message that names each and says which line to add; unless it was given to
+`run.ignore`. A run that goes on from a checkpoint of its own, or is past its first step, is never ended for
+this: it only gets a warning. An optimizer that is made within a step and used in no other carries nothing
+over, as in the inner loop of meta-learning, and is left alone.
 
-An optimizer is seen by torch's own hook, scalers and a loader's iterators through their classes, until the
-first step is over. Schedules are looked for once among all objects, where an optimizer has one; and so are
-optimizers where none has stepped.
+Optimizers are seen by torch's own hook, scalers and loaders' iterators through their classes, until the
+first step is over. If an optimizer has a schedule, schedules are searched for once among all objects; if no
+optimizer has stepped, optimizers are, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from holdfast.train.data import DataFeed
 log = logging.getLogger("holdfast")
 
 MOST_TOLD = 6
-"""Forgotten parts that are named; and optimizers that step later."""
+"""How many forgotten parts are named; and how many optimizers that step only later."""
 _OWN = str(Path(__file__).resolve().parents[1])
 
 
@@ -65,7 +65,7 @@ class Forgotten:
         *,
         own_checkpoint: bool,
     ) -> None:
-        """`own_checkpoint`: the run goes on from one that it has saved itself."""
+        """`own_checkpoint`: the run goes on from a checkpoint that it saved itself."""
         self._tracked = tracked
         self._feed = feed
         self._group = group
@@ -82,7 +82,7 @@ class Forgotten:
             self._first = None
 
     def at_boundary(self, step: int) -> bool | None:
-        """After each step. After the first: whether some rank has a gradient scaler; None later."""
+        """Call it after each step. After the first it says whether some rank has a gradient scaler."""
         if self._first is None:
             self._look_later()
             return None
@@ -90,7 +90,7 @@ class Forgotten:
         try:
             texts = self._find(self._first)
             if texts:
-                gc.collect()  # what is garbage by now is used by nobody
+                gc.collect()  # nothing uses what is garbage by now
                 texts = self._find(self._first)
         except Exception as error:  # noqa: BLE001 - a look around must not end a run that is well
             log.warning("holdfast: could not look for forgotten parts: %s: %s", type(error).__name__, error)
@@ -103,7 +103,7 @@ class Forgotten:
         return agreed.scales
 
     def _tell(self, texts: Sequence[Sequence[str]]) -> None:
-        """On every rank, what all of them have found."""
+        """Report, on every rank, what all of them have found."""
         by_text: dict[str, list[int]] = {}
         for rank, found in enumerate(texts):
             for text in found:
@@ -112,11 +112,11 @@ class Forgotten:
         more = [f"and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
         shown = [*lines[:MOST_TOLD], *more]
         if not self._only_told:
-            told = "this run trains with what is not tracked, so a resume would begin it anew:"
-            raise IncompleteStateError("\n  ".join([told, *shown]))
+            head = "this run trains with things that are not tracked, so a resume would begin them anew:"
+            raise IncompleteStateError("\n  ".join([head, *shown]))
         if self._group.is_coordinator:
             for line in shown:
-                self._warn(f"not tracked, so that this resume has begun it anew: {line}")
+                self._warn(f"not tracked, so this resume has begun it anew: {line}")
 
     def _where(self, ranks: Sequence[int]) -> str:
         if len(ranks) == self._group.world_size:
@@ -128,7 +128,7 @@ class Forgotten:
         self._journal.write(Warned(message=text))
         log.warning("holdfast: %s", text)
 
-    # --- what there is --------------------------------------------------------------------------------------
+    # --- the search -----------------------------------------------------------------------------------------
 
     def _find(self, first: FirstStep) -> list[str]:
         given = self._tracked.given().values()
@@ -143,8 +143,8 @@ class Forgotten:
         waiting: list[torch.optim.Optimizer] = []
         schedules: list[LRScheduler] = []
         if any(map(has_schedule, ours)) or not stepped:
-            there = alive(LRScheduler, torch.optim.Optimizer)
-            strangers = [one for one in there if id(one) not in known and id(one) not in ignored]
+            everything = alive(LRScheduler, torch.optim.Optimizer)
+            strangers = [one for one in everything if id(one) not in known and id(one) not in ignored]
             waiting = self._waiting(strangers, ours) if not stepped else []
             schedules = untracked_schedules([*given, *stepped, *waiting], self._tracked.ignored, strangers)
         self._tracked.looked_around = True
@@ -154,7 +154,7 @@ class Forgotten:
         script = _Script(self._tracked.names(), named=not self._only_told)
         found = [f"{self._an(one)} steps: {script.line('optimizer', one)}" for one in optimizers]
         found += [
-            f"{self._an(one)} is there, and no other for these: {script.line('optimizer', one)}"
+            f"{self._an(one)} exists, and no other trains its parameters: {script.line('optimizer', one)}"
             for one in waiting
         ]
         found += [f"{_a(one)} of {_a(one.optimizer)}: {script.line('schedule', one)}" for one in schedules]
@@ -164,8 +164,8 @@ class Forgotten:
     def _waiting(
         self, strangers: list[Any], ours: list[torch.optim.Optimizer]
     ) -> list[torch.optim.Optimizer]:
-        """Optimizers of tracked models that nothing else trains, where none has stepped in the first step:
-        gradients are accumulated over several."""
+        """Optimizers of tracked models that nothing else trains. For when none has stepped in the first step,
+        because gradients are accumulated over several."""
         models = [model for _, model in self._tracked.models()]
         trained = {id(one) for model in models for one in model.parameters() if one.requires_grad}
         free = trained - parameters_of(ours)
@@ -215,7 +215,7 @@ class Forgotten:
         return f"{_a(optimizer)} of {of}"
 
     def _look_later(self) -> None:
-        """An optimizer that begins to step, and does so in a second step, is told if it is not tracked."""
+        """Warn of an untracked optimizer that begins to step only now, once it has stepped a second time."""
         new = [one for one in self._tracked.gradients.untracked() if one not in self._stepped]
         if not new:
             return
@@ -225,14 +225,14 @@ class Forgotten:
             if self._later < MOST_TOLD and self._is_forgotten(one, known, ignored):
                 self._later += 1
                 line = _Script(self._tracked.names(), named=False).line("optimizer", one)
-                what = f"{self._an(one)} steps now, and is not tracked"
+                what = f"{self._an(one)} steps now, but is not tracked"
                 self._warn(f"{what}, so a resume would begin it anew. For the next start: {line}")
 
 
 class Calls:
-    """Calls of a method, of whatever object of a class; torch has no hook for them.
+    """Watches calls of a method on any object of a class, for which torch has no hook.
 
-    Until `close` the class has another method, which tells of the object and does what the one before did.
+    Until `close` the class has another method, which reports the object and does what the original did.
     """
 
     def __init__(self, kind: type, method: str, tell: Callable[..., None]) -> None:
@@ -251,12 +251,12 @@ class Calls:
 
     def close(self) -> None:
         self._tell = None
-        if getattr(self._kind, self._method) is self._now:  # else another is above, and goes by this one
+        if getattr(self._kind, self._method) is self._now:  # otherwise another wraps this one, and calls it
             setattr(self._kind, self._method, self._before)
 
 
 class FirstStep:
-    """Which torch loaders are iterated, and not by the run's own feed; which scalers scale, and for whom."""
+    """Which torch loaders are iterated other than by the run's feed; which scalers scale, and for whom."""
 
     def __init__(self, feed: DataFeed | None) -> None:
         self._feed = feed
@@ -265,9 +265,9 @@ class FirstStep:
         self._moved: weakref.WeakSet[Any] = weakref.WeakSet()
         self.scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self.scaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that scalers were told to step, whether they did or left it out."""
+        """Optimizers that scalers were told to step, whether they did or skipped it."""
         self.made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that were made since."""
+        """Optimizers that were made during the step."""
         self._calls = [
             Calls(LoaderIterator, "__next__", self._moves),
             Calls(torch.amp.GradScaler, "scale", self._scales),
@@ -301,8 +301,8 @@ class FirstStep:
             self._drawing -= 1
 
     def iterators(self) -> list[Any]:
-        """Those that the feed has never moved, and in which there is a position: those that are in use still,
-        and have not come to their end."""
+        """Those that the feed has never moved and that have a position to lose: still in use, and not at
+        their end."""
         return [one for one in self._moved if one not in self._fed and not _is_over(one)]
 
     def close(self) -> None:
@@ -324,23 +324,23 @@ def _loaders_of(*held: dict[int, object]) -> list[DataLoader[Any]]:
 
 
 def _a(thing: object) -> str:
-    """As one says it: an Adam, a Linear, an SGD, an RAdam."""
+    """Its class with the right article: an Adam, a Linear, an SGD, an RAdam."""
     name = type(thing).__name__
-    spelt = name[:2].isupper() and len(name) > 1  # letter by letter: es, ar, en
-    return f"{'an' if name[:1] in ('AEFHILMNORSX' if spelt else 'AEIOU') else 'a'} {name}"
+    spelled = name[:2].isupper() and len(name) > 1  # letter by letter: es, ar, en
+    return f"{'an' if name[:1] in ('AEFHILMNORSX' if spelled else 'AEIOU') else 'a'} {name}"
 
 
 class _Script:
-    """What the functions that are being called, but for Holdfast's, name things."""
+    """The names that the functions on the stack, except Holdfast's, have for things."""
 
     def __init__(self, taken: Sequence[str], *, named: bool) -> None:
-        """`named`: names are looked up, when one is wanted. That keeps alive what functions hold until they
-        return, so it is for a run that ends."""
+        """`named`: names are looked up when wanted. That keeps alive what functions hold until they return,
+        so it is only for a run that is ending."""
         self._taken = set(taken)
         self._named = named
 
     def line(self, kind: str, thing: object) -> str:
-        """What to write in the script."""
+        """The line to write in the script."""
         word, number = kind, 2
         while word in self._taken:
             word, number = f"{kind}_{number}", number + 1

@@ -1,8 +1,8 @@
-"""A rank's readiness to stop when asked: puts together, for `Run`, the signals, the agreement, how its words
-travel, and the deadline.
+"""A rank's readiness to stop when asked: brings together, for `Run`, the signals, the agreement, how its
+messages travel, and the deadline.
 
-Who asks: a signal to this rank; under the launcher its agent, which hears of all the rest; without one the
-stop file and the job's time limit, at which rank 0 looks once a second.
+A stop is asked for by a signal to this rank; with the launcher, by its agent, which hears of all other
+requests; without it, by the stop file and the job's time limit, which rank 0 checks once a second.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ log = logging.getLogger("holdfast")
 
 
 class Halting:
-    """One for a run's process. Everything but `close` may come from any thread."""
+    """One for a run's process. Everything but `close` may be called from any thread."""
 
     _newest: ClassVar[Halting | None] = None
-    """Whose the signals are: those of the run that was made last."""
+    """The owner of the signals: that of the run that was made last."""
 
     def __init__(self, counter: Callable[[], int]) -> None:
         self.stopping = LastStep(counter)
@@ -69,7 +69,7 @@ class Halting:
 
     @property
     def asked_by(self) -> str:
-        """The signal, or else what it was, that asked for a stop; empty if nothing did."""
+        """The signal, or whatever else it was, that asked for a stop; empty if nothing did."""
         if self._wish is not None:
             return self._wish.signal or self._wish.detail
         return self.stopping.why if self.stopping.asked else ""
@@ -77,7 +77,7 @@ class Halting:
     # --- getting ready --------------------------------------------------------------------------------------
 
     def watch(self, settings: Settings) -> None:
-        """Take the signals, as the settings say. From here on one that comes is not lost."""
+        """Take the signals, as the settings say. From here on none is lost."""
         chosen = settings.stop
         self._node = node_name(settings.launch.node_name)
         self._timeout, self._patience = chosen.shutdown_timeout_sec, settings.control.decision_timeout
@@ -96,20 +96,20 @@ class Halting:
             self._signals.install()
 
     def heed(self, beats: Beats) -> None:
-        """There may be an agent: what it says of stopping counts, and it is told of this rank's signals."""
+        """There may be an agent: what it says about stopping counts, and it hears of this rank's signals."""
         self._beats = beats
         if self._wish is not None:
             self._pass_on(self._wish)
 
     def spare(self, loader: object) -> None:
-        """This loader is the run's: its worker processes outlive a request to stop, if that is set."""
+        """This loader is the run's: its worker processes survive a request to stop, if that is set."""
         if self._loaders is not None:
             self._loaders.spare(loader)
 
     def joined(
         self, settings: Settings, group: Group, member: Membership, last_save: Callable[[], float | None]
     ) -> None:
-        """The attempt is known; where no agent speaks for the group, its ranks speak to each other."""
+        """The attempt is known; if no agent speaks for the group, its ranks speak to each other."""
         self._member, self._rank, self._last_save = member, group.rank, last_save
         self.deadline.write_to(member.control.attempt(member.attempt) / "stop" / f"rank_{group.rank}.txt")
         if self._beats is not None and self._beats.watched:
@@ -129,7 +129,7 @@ class Halting:
             self._over_store.wish(self._wish)
 
     def _requests(self, settings: Settings) -> Callable[[], StopRequest | None]:
-        """What rank 0 looks at once a second."""
+        """What rank 0 checks once a second."""
         file = StopFile(settings.stop_file(), self._warn)
         job, ahead = current_job(), settings.slurm.preempt_time
         limit = TimeLimit(job, ahead, on_grace=self._tell_grace, on_ending=self._ending)
@@ -145,7 +145,7 @@ class Halting:
         again = self.stopping.asked
         self.arm(self._timeout)
         self._pass_on(wish)
-        if not again:  # last: whoever reads our words may be what hangs
+        if not again:  # last, because whoever reads our output may be what hangs
             log.warning("holdfast: %s: the run is to save and stop", wish.detail)
 
     def _on_second_signal(self, number: signal.Signals) -> None:
@@ -166,7 +166,7 @@ class Halting:
     def ask(self, source: Source, detail: str) -> None:
         """Something in this rank itself asks for the stop. From any thread."""
         if self._wish is not None:
-            return  # it stops already
+            return  # it is stopping already
         self._pass_on(
             StopRequest(source=source, detail=detail, node=self._node, rank=self._rank, at=time.time())
         )
@@ -179,18 +179,18 @@ class Halting:
             self._over_store.wish(wish)
 
     def arm(self, timeout: float, lead: float | None = None) -> float | None:
-        """Mind the deadline that these make; seconds until it."""
+        """Mind the deadline that these two set; returns the seconds until it."""
         self._tell_loaders()
         limit = deadline(timeout, lead)
         self.deadline.arm(limit.seconds, limit.why)
         return limit.seconds
 
     def prepare(self, asked: Prepare) -> int:
-        """The agent says that the run is to stop: what this rank promises."""
+        """The agent says that the run is to stop; returns what this rank promises."""
         promise = self.stopping.prepare(asked.why, asked.ago)
         self._tell_loaders()
         self.deadline.arm(asked.seconds, f"{asked.seconds or 0.0:.0f} s after the agent said: {asked.why}")
-        # Not here: the journal's disk may be slow, and all wait for the promise.
+        # Not here: the journal's disk may be slow, and everyone is waiting for the promise.
         threading.Thread(target=self._judge, args=(asked.seconds,), daemon=True).start()
         return promise
 
@@ -203,7 +203,7 @@ class Halting:
         self.stopping.agreed(step)
 
     def _heard(self, request: StopRequest) -> None:
-        """A request counts for the group, and no agent journals it."""
+        """A request counts for the whole group, and there is no agent to journal it."""
         ends_at = self._watched.ends_at if self._watched is not None else None
         lead = request.lead if ends_at is None else max(0.0, ends_at - time.time())
         seconds = self.arm(self._timeout, lead)
@@ -230,7 +230,7 @@ class Halting:
         self._judge(seconds)
 
     def _tell_grace(self, grace: Grace) -> None:
-        """At the start: whether a save fits into what the scheduler leaves when it ends the job."""
+        """At the start: say whether a save fits into the time the scheduler leaves when it ends the job."""
         took = self._last_save()
         told = say_grace(grace, took)
         if does_not_fit(grace, took):
@@ -239,7 +239,7 @@ class Halting:
             log.info("holdfast: %s", told)
 
     def _ending(self, seconds: float) -> None:
-        """It is the scheduler that ends the job: rank 0 has asked it."""
+        """It is the scheduler that is ending the job: rank 0 has asked it."""
         if self._over_store is not None:
             self._over_store.hasten(seconds)
 
@@ -255,7 +255,7 @@ class Halting:
         self._write(StopAgreed(step=step, after=round(self.stopping.seconds, 3)))
 
     def _unanswered(self, who: str) -> None:
-        """No agreement will come: who waits for it, or in a collective for the one that is gone, ends."""
+        """No agreement will come: a rank that waits for it, or in a collective for the missing one, ends."""
         self.deadline.arm(0.0, f"{who}, so there is no step after which all ranks stop")
 
     def _judge(self, seconds: float | None) -> None:
@@ -304,7 +304,7 @@ class Halting:
             with contextlib.suppress(Exception):
                 self._watched.close()
         if outcome == "asked":
-            return  # a signal that is repeated must not end this process in another way
+            return  # a repeated signal must not end this process in another way
         self.give_signals_back()
         if outcome == "finished" or not self.stopping.asked:
             self.deadline.disarm()

@@ -1,20 +1,20 @@
 """Which attempt this process belongs to, and its right to act.
 
 Under `holdfast run` the agent has claimed the lease and numbered the attempt; a worker only takes both over.
-Under plain `python` or torchrun there is no such agent: rank 0 claims the lease, settles what was left open
+Under plain `python` or torchrun there is no such agent: rank 0 claims the lease, settles what was left open,
 numbers the attempt, renews the lease from a thread, and tells the others through the store.
 torchrun's restarts are attempts of one launch; each start of plain python is a launch of its own.
 
-Without the launcher, rank 0 decides in its place, from the run's records. Guarantee: a result that the ranks
-rejected is decided about once, by the rules of `holdfast run` (`policy.recovery`), durably and under the
-fence: by rank 0 before any rank ends, or, if it died first, by rank 0 of the next start before any rank
-trains. What was decided to be the end stays the end: every later start of the same thing is refused with 17
-and the verdict, until an operator resets the budget or the script or a setting changes. So however often
-plain python or torchrun starts the run again, it ends.
+Without the launcher, rank 0 decides in its place, from the run's records. Guarantee: what to do about a
+result that the ranks rejected is decided once, by the rules of `holdfast run` (`policy.recovery`), durably
+and under the fence: by rank 0 before any rank ends, or, if it died first, by rank 0 of the next start before
+any rank trains. What was decided to be the end stays the end: every later start of the same thing is refused
+with 17 and the verdict, until an operator resets the budget or the script or a setting changes. So however
+often plain python or torchrun starts the run again, it ends.
 
 What can vary here is the rung, and the devices of a single node: each rank takes them in another order by
-changing CUDA_VISIBLE_DEVICES, which counts only as long as nothing in its process has asked CUDA for devices.
-Where that is too late, or the ranks are on several nodes, the devices stay, and the evidence says so.
+changing CUDA_VISIBLE_DEVICES, which has an effect only until something in its process asks CUDA for devices.
+If that is too late, or the ranks are on several nodes, the devices stay, and the evidence says so.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ log = logging.getLogger("holdfast")
 # --- which attempt this process belongs to ------------------------------------------------------------------
 
 NOT_INITIALIZED = 3
-"""What the CUDA driver answers as long as nothing has initialised it, and so read CUDA_VISIBLE_DEVICES."""
+"""What the CUDA driver answers until something initialises it, which is when CUDA_VISIBLE_DEVICES is read."""
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,21 +140,25 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     launch: str = ""
-    """The launch that torchrun's restarts belong to; empty without torchrun: each start is one of its own."""
+    """The launch that torchrun's restarts belong to; empty without torchrun: each start is its own launch."""
     started_with: str = ""
     devices: list[str] = []
-    """Of this node, in their plain order, if the ranks can be moved between them."""
+    """Those of this node, in their plain order, if the ranks can be moved between them."""
     workers: int = 1
     shift: int = 0
-    """By which the devices are turned in this process."""
+    """By how many places the devices are rotated in this process."""
     stays: str = ""
     """Why the devices are as they were."""
 
     def cluster(self, control: ControlDirectory) -> Cluster | None:
-        """What recovery may choose from; None if nothing is known of other nodes. Nobody keeps nodes out."""
+        """What recovery may choose from; None if other nodes may be involved. No nodes are kept out here."""
         if self.workers == 0:
             return None
-        out = [one for one in excluded(control) if one.node == self.node and one.device is not None]
+        out = [
+            exclusion
+            for exclusion in excluded(control)
+            if exclusion.node == self.node and exclusion.device is not None
+        ]
         return Cluster(
             nodes=[self.node],
             devices={self.node: self.devices} if self.devices else {},
@@ -173,7 +177,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
 def look_around(settings: Settings, given: Settings, environ: Mapping[str, str] = os.environ) -> Here:
     """What this process was started with; `given` are the settings as they were written.
 
-    Comes first: it may turn the devices, before CUDA sees them.
+    Must come first: it may rotate the devices, before CUDA sees them.
     """
     script = str(getattr(sys.modules.get("__main__"), "__file__", "") or "")
     here = Here(
@@ -186,13 +190,13 @@ def look_around(settings: Settings, given: Settings, environ: Mapping[str, str] 
 
 
 def _workers(environ: Mapping[str, str]) -> int:
-    """Ranks of this node; 0 if there are, or may be, others on other nodes."""
+    """How many ranks this node has; 0 if there are, or may be, others on other nodes."""
     world, local = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "")
     return int(world) if world.isdecimal() and local in ((world, "") if world == "1" else (world,)) else 0
 
 
 def _torchrun(environ: Mapping[str, str]) -> str:
-    """All restarts of one torchrun have the same agent as their parent, whatever its run id is."""
+    """An id of the torchrun: all its restarts have the same agent as their parent, whatever its run id."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return ""
     parent = os.getppid()
@@ -204,7 +208,7 @@ def _torchrun(environ: Mapping[str, str]) -> str:
 
 
 def _turn(here: Here, settings: Settings) -> Here:
-    """Take the devices as the last decision wants them, and without those that are excluded."""
+    """Take the devices in the order that the last decision wants, without those that are excluded."""
     seen = devices_here()
     visible = [device.name for device in seen]
     if len(visible) < 2 or not here.workers:
@@ -224,7 +228,7 @@ def _turn(here: Here, settings: Settings) -> Here:
         cluster = here.cluster(control)
         assert cluster is not None
         if len(devices_of(cluster, here.node)) < here.workers:
-            return here  # what is excluded cannot be done without
+            return here  # the run cannot do without what is excluded
         devices = _arranged(cluster, here.node, shift)[0].devices
     except ControlError as error:
         log.warning("holdfast: the devices stay as they are: %s", error)
@@ -246,13 +250,13 @@ def _arranged(cluster: Cluster, node: str, shift: int) -> list[NodeDevices]:
 
 
 def in_use() -> str:
-    """Why the order of the devices cannot be changed any more in this process; empty if it can."""
+    """Why the order of the devices can no longer be changed in this process; empty if it can."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "CUDA was in use before the run was made"
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return ""  # no driver: the devices are names only
+        return ""  # no driver: the devices are only names
     if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED:
         return (
             "CUDA had been asked for its devices before the run was made (torch.cuda.is_available() does so)"
@@ -270,7 +274,7 @@ def _last(control: ControlDirectory) -> tuple[int, Decision | None]:
 
 
 def _forgiven(control: ControlDirectory, number: int, here: Here) -> bool:
-    """Whether an attempt stands against this start no more: it was of something else, or was forgiven."""
+    """Whether an attempt no longer counts against this start: it ran something else, or was forgiven."""
     if number <= (budget_reset(control) or 0):
         return True
     record = read_record(control.attempt(number) / "attempt.json", AttemptRecord)
@@ -278,7 +282,7 @@ def _forgiven(control: ControlDirectory, number: int, here: Here) -> bool:
 
 
 class Deciding:
-    """What rank 0 decides of attempts of the run that this start is part of."""
+    """What rank 0 decides about attempts of the run that this start belongs to."""
 
     def __init__(
         self, control: ControlDirectory, fence: Fence, journal: JournalWriter, settings: Settings, here: Here
@@ -290,12 +294,12 @@ class Deciding:
         self._here = here
 
     def about(self, number: int) -> Decision | None:
-        """What is done about an attempt: as decided, or now if it rejected a result; None if it did not."""
+        """What is done about an attempt: as decided before, or now if it rejected a result; else None."""
         control, fence, journal = self._control, self._fence, self._journal
         path = decision_path(control, number, RECOVERY)
         decided = read_record(path, Decision)
         if decided is not None:
-            if not was_kept(control, number):  # who decided it died before that
+            if not was_kept(control, number):  # the process that decided it died before that
                 write_findings(control, fence, journal, number, decided)
             return decided
         rejection = rejection_of(control, number)
@@ -331,7 +335,7 @@ class Deciding:
         return failed_attempt(control, record, found, highest_step=highest, rejection=rejection)
 
     def at_start(self, newest: int, launch: str) -> Told:
-        """What the next attempt begins with, or why there is none; `newest`: the last attempt, 0 if none."""
+        """What the next attempt begins with, or why there is none. `newest`: the last attempt, 0 if none."""
         control, here = self._control, self._here
         decided = self.about(newest) if newest else None
         if decided is not None and _is_the_end(decided) and not _forgiven(control, newest, here):
@@ -344,12 +348,12 @@ class Deciding:
         return Told(orders=next_orders(control, past_attempts(control)))
 
     def at_rejection(self, attempt: int) -> tuple[str, str]:
-        """The running attempt has rejected a result, and its ranks are about to end: what the next start
-        does; or, second, why there is to be none."""
+        """The running attempt has rejected a result, and its ranks are about to end. Returns what the next
+        start does; or, second, why there is to be none."""
         try:
             decided = self.about(attempt)
         except (HoldfastError, OSError) as error:
-            return f"what the next start varies is decided there, because here it could not be: {error}", ""
+            return f"the next start decides what to vary, because it could not be decided here: {error}", ""
         if decided is None:
             return "", ""
         if _is_the_end(decided):
@@ -358,13 +362,13 @@ class Deciding:
 
 
 def begin(control: ControlDirectory, fence: Fence, settings: Settings, here: Here, launch: str) -> Told:
-    """Before an attempt is numbered: settle what the last one left open, and whether there may be another."""
+    """Before an attempt is numbered, settle what the last one left open, and whether there may be another."""
     newest = max(attempt_numbers(control), default=0)
     with contextlib.closing(JournalWriter(control.journal, "rank-0", newest)) as journal:
         try:
             told = Deciding(control, fence, journal, settings, here).at_start(newest, launch)
         except ControlError as error:  # no reason to keep a run from starting
-            log.warning("holdfast: what earlier attempts left open counts for nothing here: %s", error)
+            log.warning("holdfast: what earlier attempts left open is ignored here: %s", error)
             journal.write(Warned(message=f"what earlier attempts left open could not be read: {error}"))
             return Told()
         if told.refused:
@@ -386,7 +390,7 @@ def _end(control: ControlDirectory, number: int, reason: str, verdict: str) -> s
     return (
         f"validation has failed, and a start would end the same way: {reason}. {verdict}Evidence: "
         f"`holdfast journal {control.path}`, attempt {number}. Look at that step's data; a "
-        "start is let in again when the script, a Python file beside it, its arguments or a setting has "
+        "start is allowed again when the script, a Python file beside it, its arguments or a setting has "
         f'changed, or after `holdfast control reset-budget {control.path} --reason "what was fixed"`'
     )
 
@@ -410,9 +414,9 @@ class Membership:
     keeper: LeaseKeeper | None = None
     """Held by rank 0 when there is no launcher."""
     told: Told = field(default_factory=Told)
-    """What earlier attempts have left for this one: by the launcher, or by rank 0 where there is none."""
+    """What earlier attempts have left for this one, as told by the launcher, or by rank 0 without one."""
     node: str = ""
-    """Of the process that numbered the attempt itself."""
+    """The node of the process, if that numbered the attempt itself."""
     ended: EndRecord | None = None
     """The end that this process has written."""
 
@@ -423,13 +427,13 @@ class Membership:
         return head is not None and read_attempt(self.control, head.attempt).launch == self.launch
 
     def leave(self, end: EndRecord | None) -> None:
-        """Record the end and give the lease back, where this process is the one to do so."""
+        """Record the end and give the lease back, if that is this process's task."""
         keeper, self.keeper = self.keeper, None
         try:
             if keeper is not None and end is not None:
                 end_attempt(self.control, self.fence, self.attempt, end)
                 self.ended = end
-        except StorageError as error:  # a run that has reached its end has not failed for want of a record
+        except StorageError as error:  # a run that has reached its end does not fail for want of a record
             log.error("holdfast: attempt %d has no record of its end: %s", self.attempt, error)
         finally:
             if keeper is not None:
@@ -437,13 +441,13 @@ class Membership:
             self.journal.close()
 
     def crashed(self, error: BaseException) -> None:
-        """An error ends this process. A loop that it has left dropped its generator first, and so ended the
-        attempt before anyone could see the error: then this is what became of the attempt."""
+        """An error is ending this process. On leaving the loop it dropped the loop's generator, which ended
+        the attempt before anyone could see the error; if so, record the error as how the attempt ended."""
         end = self.ended
         if end is None or (end.outcome, end.exit_code) != ("stopped", ExitCode.FAILED):
             return
         if not isinstance(error, Exception):
-            return  # somebody has interrupted it
+            return  # somebody interrupted it
         message, now = f"{type(error).__name__}: {text_of(error)}", time.time()
         failure = FailureRecord(
             rank=0, node=self.node, pid=os.getpid(), exit_code=int(ExitCode.FAILED), at=now, message=message
@@ -462,7 +466,7 @@ def join_attempt(
     here: Here | None,
     on_lost: Callable[[str], None],
 ) -> Membership:
-    """Become part of the run's present attempt. `here`: what this process was started with, if not by the
+    """Become part of the run's current attempt. `here`: what this process was started with, if not by the
     launcher."""
     run_dir, ttl = Path(settings.run.dir), settings.control.lease_ttl
     if launched is not None:
@@ -489,9 +493,9 @@ def _follow(settings: Settings, group: Group, here: Here) -> Membership:
     told.begun.insist()
     if told.shift != here.shift:
         raise UsageError(
-            f"rank {group.rank} has turned its devices by {here.shift}, rank 0 by {told.shift}: two ranks "
-            f"may share one. {here.stays or 'Rank 0 came too late for it'}: make the Run at the same place "
-            "in every rank's script, before CUDA is asked for anything"
+            f"rank {group.rank} has rotated its devices by {here.shift}, rank 0 by {told.shift}: two ranks "
+            f"may share one. {here.stays or 'On rank 0 it was too late for that'}: make the Run at the same "
+            "place in every rank's script, before CUDA is asked for anything"
         )
     control = _same_run(Path(settings.run.dir), told.run, "rank 0", group.rank)
     journal = JournalWriter(control.journal, f"rank-{group.rank}", told.attempt)
@@ -500,7 +504,7 @@ def _follow(settings: Settings, group: Group, here: Here) -> Membership:
 
 
 def _same_run(run_dir: Path, run: str, who: str, rank: int) -> ControlDirectory:
-    """Open the run directory; the random run id in it proves that it is the one the others see."""
+    """Open the run directory; its random run id proves that it is the one the others see."""
     control = ControlDirectory.open(run_dir.absolute())
     if control.run_id != run:
         raise ControlError(
@@ -518,10 +522,10 @@ def _begin(settings: Settings, group: Group, here: Here, on_lost: Callable[[str]
     fence = Fence(control, held.epoch, timeout=held.ttl)
     journals: list[JournalWriter] = []
 
-    def on_trouble(told: str) -> None:
-        log.error("holdfast: %s", told)
+    def on_trouble(message: str) -> None:
+        log.error("holdfast: %s", message)
         for journal in journals:
-            journal.write(Warned(message=told))
+            journal.write(Warned(message=message))
 
     def announce(attempt: int, begun: Told) -> None:
         told = _Told(control.run_id, attempt, held.epoch, launch, begun, here.shift)
@@ -549,7 +553,7 @@ def _begin(settings: Settings, group: Group, here: Here, on_lost: Callable[[str]
         _tell(journal, held, group.world_size)
         announce(number, begun)
     except BaseException:
-        keeper.release()  # else this very process would keep the next attempt from the lease
+        keeper.release()  # otherwise this very process would keep the lease from the next attempt
         raise
     journals.append(journal)
     return Membership(control, fence, number, launch, journal, keeper, begun, here.node)

@@ -1,7 +1,7 @@
 """What a run counts and measures: steps, samples, tokens, losses, step times.
 
-Losses on a device are kept there and read back together when the journal is flushed, so that recording one
-does not make the loop wait for the device at every step.
+Losses on a device are kept there and read back together when the journal is flushed, so that recording a
+loss does not make the loop wait for the device at every step.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Meter:
         """Steps completed."""
         self.samples = 0
         self.tokens = 0
-        """This rank's own share of what the job has counted, since the run began."""
+        """This rank's own share of what the job has counted since the run began."""
         self._others = (0, 0)
-        """Samples and tokens of all other ranks, when they last told each other."""
+        """Samples and tokens of all other ranks, when the ranks last exchanged them."""
         self._flush_seconds = flush_seconds
         self._began = time.perf_counter()
         self._flushed = time.monotonic()
@@ -50,9 +50,9 @@ class Meter:
         self._norms: deque[float | None] = deque(maxlen=WINDOW)
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self.seconds = 0.0
-        """Of the last step."""
+        """How long the last step took."""
         self.told: set[int] = set()
-        """Steps that are known to be bad, so that their losses need no warning of their own."""
+        """Steps that are known to be bad, so that their losses need no separate warning."""
 
     def begin_step(self) -> None:
         self._began = time.perf_counter()
@@ -82,7 +82,7 @@ class Meter:
         self.tokens += tokens
 
     def recorded(self) -> tuple[Any, ...]:
-        """What was recorded of this step so far, for `back_to`."""
+        """What was recorded for this step so far, for `back_to`."""
         return self.samples, self.tokens, self._loss, self._grad_norm, self._sample_digest
 
     def back_to(self, recorded: tuple[Any, ...]) -> None:
@@ -91,7 +91,7 @@ class Meter:
 
     @property
     def loss(self) -> Any:
-        """The loss that was recorded of this step, still on its device; None if none was."""
+        """The loss that was recorded for this step, still on its device; None if none was."""
         return self._loss
 
     def end_step(self) -> None:
@@ -108,7 +108,7 @@ class Meter:
     def flush(self, journal: JournalWriter, *, read_device: bool = True) -> None:
         """Write the steps since the last flush as one event.
 
-        Without `read_device` losses still on a device are left out: after a crash, waiting for it may hang.
+        Without `read_device`, losses still on a device are left out: after a crash, waiting for it may hang.
         """
         self._flushed = time.monotonic()
         if not self._pending_seconds:
@@ -141,7 +141,7 @@ class Meter:
             self.flush(journal)
 
     def median_step(self) -> float | None:
-        """Seconds that a step takes; None while none was measured."""
+        """Seconds that a step takes; None if none was measured yet."""
         seconds = [*self._seconds, *self._pending_seconds][-WINDOW:]
         return statistics.median(seconds) if seconds else None
 
@@ -151,7 +151,7 @@ class Meter:
         return loss, norm
 
     def go_on_from(self, windows: Windows) -> None:
-        """After a resume: a checkpoint saved soon has a window too. Step times are this attempt's own."""
+        """After a resume: so a checkpoint saved soon has a window too. Step times are this attempt's own."""
         self._losses.extend(windows.loss)
         self._norms.extend(windows.grad_norm)
 
@@ -161,15 +161,15 @@ class Meter:
         )
 
     def agreed(self, samples: int, tokens: int) -> None:
-        """The ranks have told each other what they have counted: these are the sums."""
+        """The ranks have exchanged what they have counted: these are the sums."""
         self._others = samples - self.samples, tokens - self.tokens
 
     def others_told(self, of_all: tuple[int, int], own: Mapping[str, int]) -> None:
-        """The same at a resume; `own` is this rank's share in what was loaded."""
+        """The same on a resume; `own` is this rank's share in what was loaded."""
         self._others = of_all[0] - own["samples"], of_all[1] - own["tokens"]
 
     def of_the_job(self) -> tuple[int, int]:
-        """Samples and tokens of all ranks: the others' as they last told, this one's as of now."""
+        """Samples and tokens of all ranks: the others' as last exchanged, this rank's as of now."""
         return self.samples + self._others[0], self.tokens + self._others[1]
 
     def state_dict(self) -> dict[str, int]:
@@ -185,7 +185,7 @@ def _kept(value: Any, what: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return float(value)
     if hasattr(value, "full_tensor"):
-        # Reading it is a collective, and ranks do not flush at the same time: that would hang.
+        # Reading it is a collective, but ranks do not flush at the same time: that would hang.
         raise UsageError(f"record({what}=…) was given a DTensor; pass its .full_tensor(), on every rank")
     return value.detach().clone() if value.is_cuda else float(value.detach())
 
@@ -198,5 +198,5 @@ def _on_host(values: list[Any], *, read_device: bool) -> list[float | None]:
 
 
 def _finite(values: deque[float | None]) -> list[float | None]:
-    """JSON has no NaN; in a window for comparison a step without a finite value is a gap."""
+    """JSON has no NaN; in a window for comparison, a step without a finite value is a gap."""
     return [value if value is not None and math.isfinite(value) else None for value in values]

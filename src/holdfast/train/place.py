@@ -2,9 +2,9 @@
 
 Guarantee: after `join_places` either every rank knows the same map of places, or every rank knows that there
 is no local tier in this attempt, and why. A node that cannot use its local directory refuses a first start,
-because that is a mistake to be mended. A restart goes on: what the other nodes hold is read all the same;
-only saves leave the local tier out until the next attempt, on all nodes, because a checkpoint without that
-node's part would be none. A peer server that dies is replaced at once, also during a resume or a long step.
+because that is a mistake to be fixed. A restart goes on: what the other nodes hold is read all the same, but
+saves leave the local tier out until the next attempt, on all nodes, because without that node's part there
+is no complete checkpoint. A peer server that dies is replaced at once, even during a resume or a long step.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from holdfast.train.saves import Saving
 log = logging.getLogger("holdfast")
 
 WATCH = 0.25
-"""Seconds between looks at whether the peer server lives."""
+"""Seconds between checks that the peer server lives."""
 
 
 class _Agreed(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's word: the map, unless no node has a place; and which nodes have none, with the reason."""
+    """Rank 0's message: the map, unless no node has a place; and which nodes have none, with the reason."""
 
     map: PlaceMap | None
     problem: str = ""
@@ -102,7 +102,7 @@ class LocalPlaces:
 
     @property
     def whole(self) -> bool:
-        """Whether every node can use its directory; if not, there are no local saves."""
+        """Whether every node can use its directory; otherwise there are no local saves."""
         return len(self.places.usable()) == len(self.places.places)
 
     def inventory(self) -> LocalInventory:
@@ -119,7 +119,7 @@ class LocalPlaces:
         )
 
     def saving(self) -> LocalTarget | None:
-        """What saves need to know of the place; None, on all ranks alike, if they leave the tier out."""
+        """What saves need to know about the place; None, on all ranks alike, if they leave the tier out."""
         if not self.whole or self.tier is None:
             return None
         rank = self._group.rank
@@ -182,7 +182,7 @@ class LocalPlaces:
     # --- joining --------------------------------------------------------------------------------------------
 
     def _open(self) -> ServingRank:
-        """Open this rank's place, and serve it if that is for this rank to do; what the others are told."""
+        """Open this rank's place, and serve it if that is its task; returns what the others are told."""
         hello = ServingRank(node=self._node)
         try:
             tier = self.tier = LocalTier.open(
@@ -191,7 +191,7 @@ class LocalPlaces:
                 node=self._node,
                 run_dir=self._member.control.path,
             )
-            # Before its id is told: until then it may be cleaned away.
+            # Before its id is announced: until then it may be cleaned away.
             self._held.enter_context(tier.in_use())
             hello = ServingRank(node=self._node, place=tier.place)
             if self._serves(tier.place):
@@ -254,7 +254,7 @@ class LocalPlaces:
 
 
 def join_places(settings: Settings, group: Group, member: Membership, node: str) -> LocalPlaces | None:
-    """Take part in the local tier; None if there is none. Every rank calls this, at the same point."""
+    """Take part in the local tier; None if there is none. Every rank calls this at the same point."""
     if settings.checkpoint.non_persistent_ckpt_type != "local":
         return None
     places = LocalPlaces(settings, group, member, node)
@@ -268,7 +268,7 @@ def join_places(settings: Settings, group: Group, member: Membership, node: str)
 
 
 def _replication(chosen: CheckpointSettings, places: PlaceMap, *, insist: bool) -> Replication:
-    # A rank without a place counts as one of another node, which then looks after what it had saved.
+    # A rank without a place counts as belonging to another node, which then looks after what it had saved.
     usable = [info.place for info in places.usable()]
     hosts = [place or usable[rank % len(usable)] for rank, place in enumerate(places.by_rank())]
     try:
@@ -276,7 +276,7 @@ def _replication(chosen: CheckpointSettings, places: PlaceMap, *, insist: bool) 
             hosts,
             factor=chosen.replication_factor,
             jump=chosen.replication_jump,
-            strict=insist,  # a world that has shrunk goes on, with what it can have
+            strict=insist,  # a world that has shrunk goes on with whatever replication it can have
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

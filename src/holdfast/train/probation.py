@@ -3,13 +3,13 @@
 Guarantee: a checkpoint becomes proven only after `validation.probation_steps` accepted steps without a
 breach, and a suspect is condemned only by an attempt that began below it, completed the very step at which it
 failed, and came nowhere near a discontinuity there itself; in doubt it stays suspect. It is acquitted, here
-and now, by an attempt from below it that fails at that step too, or shows the same discontinuity: the attempt
-then goes on. A discontinuity that was settled once is no breach in any later attempt. What cannot be recorded
-leaves a standing as it was, with a warning, and does not end the run; a lost lease does.
+and now, by an attempt from below it that also fails at that step, or shows the same discontinuity: the
+attempt then goes on. A discontinuity that was settled once is no breach in any later attempt. If something
+cannot be recorded, the standing stays as it was, with a warning, and the run goes on; a lost lease ends it.
 
 Rank 0 alone compares and records. It compares what the loop recorded of each step with what it had recorded
-before the save, like with like; so a breach is found when a step is complete, and told at the next one. All
-ranks count alike, so that `active` is the same everywhere.
+before the save, like with like; so a breach is found when a step is complete, and reported at the next one.
+All ranks count alike, so that `active` is the same everywhere.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from holdfast.record import (
 from holdfast.train.membership import Membership
 from holdfast.train.meter import WINDOW
 
-# Low throughput after a resume: rank 0 finds it at the end of probation, then every rank tries its device.
+# Low throughput after a resume: rank 0 finds it at the end of probation, then every rank tests its device.
 #
-# It accuses a node, if one is slower than the others, and never the checkpoint. The probes cost half a
+# That accuses a node, if one is slower than the others, and never the checkpoint. The probes cost half a
 # second, once, and only when steps take twice as long as before.
 
 
 LETTER = 1024
-"""Bytes in which a rank's answer is exchanged."""
+"""Bytes of the message in which a rank's answer is exchanged."""
 LONGEST_NAME = 200
 
 
@@ -86,7 +86,7 @@ class Throughput:
         self._seconds.append(seconds)
 
     def judge(self) -> None:
-        """Called once, on all ranks at the same step."""
+        """Call it once, on all ranks at the same step."""
         low = slowdown(self.before, self._seconds) if self._group.is_coordinator else None
         if not self._told_by_rank_0(low is not None):
             return
@@ -130,7 +130,7 @@ def _read(letter: bytes) -> ProbeAnswer:
 
 
 def _speeds(answers: Sequence[ProbeAnswer]) -> dict[str, list[float]]:
-    """Per node, each rank's speed relative to the fastest rank's; 0 for one that failed or was wrong."""
+    """Per node, each rank's speed relative to the fastest rank's; 0 for a rank that failed or was wrong."""
     flops = max((answer.probe.gflops for answer in answers), default=0.0) or 1.0
     copies = max((answer.probe.copy_gbps for answer in answers), default=0.0) or 1.0
     speeds: dict[str, list[float]] = {}
@@ -144,10 +144,10 @@ def _speeds(answers: Sequence[ProbeAnswer]) -> dict[str, list[float]]:
 log = logging.getLogger("holdfast")
 
 TRIES = 3
-"""Steps at which recording a standing is tried, before it is given up."""
+"""Steps at which recording a standing is tried before giving up."""
 
 Recorded = Callable[[], tuple[float | None, float | None]]
-"""Loss and gradient norm that the loop recorded of the step that was just completed: see `Meter.latest`."""
+"""Loss and gradient norm that the loop recorded for the step just completed: see `Meter.latest`."""
 
 
 class Probation:
@@ -167,24 +167,24 @@ class Probation:
         self.active = False
         """Whether a bad step must be brought before the launcher: probation, or a trial, is going on."""
         self.in_probation = False
-        """The same, for what this attempt itself loaded."""
+        """Whether probation of what this attempt itself loaded is going on."""
         self._steps = steps
         self._group = group
         self._member = member
         self._recorded = recorded
         self._acts = launched is not None
-        """Whether a breach ends the attempt: only where somebody starts another one at once."""
+        """Whether a breach ends the attempt: only where another one is started at once."""
         orders = launched.orders if launched is not None else member.told.orders
         self._trial: Trial | None = orders.trial
         self._tried: Rerun | None = orders.rerun if orders.rerun is not None and orders.rerun.breach else None
-        """The breach after which what is loaded is tried once more."""
+        """The breach after which the same checkpoint is tried once more."""
         self._settled: Sequence[Settled] = ()
         self._compares = True
-        """Rank 0: whether a discontinuity is looked for still."""
+        """Rank 0: whether to look for a discontinuity still."""
         self._acquitted = False
         """Rank 0: whether the trial has acquitted; it goes on, so that all ranks count alike."""
         self.miscounted = False
-        """Rank 0: whether the breach is one of the counters."""
+        """Rank 0: whether the breach concerns the counters."""
         self._throughput = Throughput(group, member.journal, node=node, device=device)
         self._rung: CheckpointName | None = None
         self._windows = Windows()
@@ -206,7 +206,7 @@ class Probation:
         counters: Mapping[str, int],
         settled: Sequence[Settled] = (),
     ) -> list[str]:
-        """What was loaded, as its manifest and its own counters say; the reasons of an immediate breach.
+        """Take what was loaded, as its manifest and own counters say; the reasons for an immediate breach.
 
         `counters` are the job's where the manifest's are, else this rank's.
         """
@@ -224,7 +224,7 @@ class Probation:
             return []
         expected = {"step": manifest.step}
         same_world = manifest.world.size == self._group.world_size
-        if same_world or manifest.counts == OF_THE_JOB:  # a rank's own were shared out anew
+        if same_world or manifest.counts == OF_THE_JOB:  # otherwise the ranks' own were shared out anew
             expected |= {"samples": manifest.samples, "tokens": manifest.tokens}
         if same_world:
             self._throughput.before = manifest.windows.step_seconds
@@ -235,7 +235,7 @@ class Probation:
         return self._breached(wrong)
 
     def observe(self) -> list[str]:
-        """In every step, on every rank, before the group agrees: the reasons of a breach, on rank 0."""
+        """In every step, on every rank, before the group agrees: the reasons for a breach, on rank 0."""
         self.in_probation = self._watched and self._accepted < self._steps
         self.active = self.in_probation or self._trial is not None
         return self._breach
@@ -263,7 +263,7 @@ class Probation:
 
     @property
     def rung(self) -> str:
-        """What was loaded, by name; empty for a fresh start, and for what has no standing."""
+        """What was loaded, by name; empty for a fresh start, or if it has no standing."""
         return str(self._rung) if self._rung is not None else ""
 
     @property
@@ -271,7 +271,7 @@ class Probation:
         return self._trial
 
     def acquit(self, suspects: Sequence[str], evidence: list[str]) -> None:
-        """On every rank: this attempt, from below them, has failed as they did."""
+        """On every rank: this attempt, which began below the suspects, has failed as they did."""
         if not suspects:
             return
         self._trial = None
@@ -280,12 +280,12 @@ class Probation:
             self._record()
 
     def close(self) -> None:
-        """The attempt ends: what is not settled is said to be so."""
+        """The attempt ends: what is not settled is recorded as unsettled."""
         if self._watched and not self._outcome:
             self._end("unsettled", [f"{self._accepted} of {self._steps} steps were completed"])
         self.active = self.in_probation = False
 
-    # --- what the loop recorded, against before -------------------------------------------------------------
+    # --- what the loop recorded, compared with before -------------------------------------------------------
 
     def _note(self, step: int) -> None:
         loss, norm = self._recorded()
@@ -301,13 +301,13 @@ class Probation:
         self._discontinuous([f"{reason}; as after {tried}, on trial" for reason in found], step)
 
     def _discontinuous(self, reasons: list[str], step: int) -> None:
-        """On rank 0: the run does not go on from where it was. A breach, or known to be the work's own?"""
+        """On rank 0: the run does not go on from where it was. A breach, or known to be its own doing?"""
         if not reasons:
             return
         known = settled_as(self._settled, How.SHIFT, step, None, 0)
         trial, tried = self._trial, self._tried
         if trial is not None and self.rung in trial.suspects:
-            trial = None  # somebody loaded it by force: that acquits it of nothing
+            trial = None  # somebody forced it to be loaded, which acquits it of nothing
         if known is not None:
             self._take_as_it_is(reasons, f"settled before: {known.why}")
         elif trial is not None and max(name.step for name in _names(trial)) < step <= trial.until:
@@ -323,13 +323,15 @@ class Probation:
             self._breached(reasons)
 
     def _take_as_it_is(self, reasons: list[str], why: str, step: int = 0) -> None:
-        """The level is another one from here on, and the run goes on; with a step that is settled for
+        """From here on the level is a different one, and the run goes on; with `step`, that is settled for
         good."""
         self._compares = False
         if not self._outcome:
             self._end("unsettled", [*reasons, why])
-        told = "; ".join([*reasons, why])
-        self._warn(f"what was loaded does not go on from where it was, and the run goes on with it: {told}")
+        because = "; ".join([*reasons, why])
+        self._warn(
+            f"what was loaded does not go on from where it was, but the run goes on with it: {because}"
+        )
         if step:
             world = self._group.world_size
             settled = Settled(step=step, how=How.SHIFT, world_size=world, shown=True, why=why)
@@ -371,9 +373,9 @@ class Probation:
         ]
         self._end("passed", evidence)
         if self._tried is not None:
-            told = f"a resume failed at step {self._tried.step}; the one from {self._rung} goes on well"
+            again = f"a resume failed at step {self._tried.step}; the one from {self._rung} goes on well"
             self._member.journal.write(
-                Verdict(verdict="transient", step=self._tried.step, evidence=[told, *evidence])
+                Verdict(verdict="transient", step=self._tried.step, evidence=[again, *evidence])
             )
         rung = self._rung
         self._to_record.append(lambda: self._prove(rung, evidence))
@@ -384,12 +386,12 @@ class Probation:
             self._change(rung, Standing.PROVEN, evidence)
 
     def _admit_trial(self) -> None:
-        """A trial shows something only if this attempt replays the step at which the suspect failed."""
+        """Drop a trial that shows nothing: this attempt must replay the step at which the suspect failed."""
         trial = self._trial
         if trial is not None and not (_names(trial) and self._first <= trial.until):
-            told = ", ".join(trial.suspects)
+            suspects = ", ".join(trial.suspects)
             self._warn(
-                f"no trial of {told}: this attempt begins after step {trial.until}, at which it failed"
+                f"no trial of {suspects}: this attempt begins after step {trial.until}, at which it failed"
             )
             self._trial = None
 
@@ -418,7 +420,7 @@ class Probation:
         self._to_record.append(lambda: self._condemn(trial, evidence))
 
     def _condemn(self, trial: Trial, evidence: list[str]) -> None:
-        """From the youngest back: a cut leaves nothing usable that descends from what is condemned."""
+        """From the newest back: if interrupted, nothing usable descends from what is condemned."""
         book = StandingBook(self._member.control)
         suspects = [name for name in _names(trial) if book.of(str(name)) is Standing.SUSPECT]
         later: dict[CheckpointName, CheckpointName] = {}
@@ -450,10 +452,10 @@ class Probation:
         member.journal.write(StandingChanged(checkpoint=str(name), standing=str(standing), evidence=evidence))
 
     def _record(self) -> None:
-        """Write what is settled. What fails is tried again after the next steps, then given up, loudly.
+        """Write what is settled. A failure is retried after the next steps, then given up, loudly.
 
-        Training does not wait for a file system that does not answer: then it is looked at after the next
-        steps what came of it.
+        Training does not wait for a file system that does not answer: the outcome is then checked after the
+        next steps.
         """
         while self._to_record:
             recorded = self._recording.take()

@@ -1,14 +1,14 @@
 """A run's saves: in the foreground or in the background, reported, counted, and followed by retention.
 
-A save that fails, for whatever reason, is told at the next step (journal, log, with the writer's traceback)
-and training goes on, until too many failed in a row; only a lost lease, a state that no resume would take
-(found at the first save), or a group that cannot exchange any more, ends a run from within a save. What a run
-must not lose at its end (the last save, a save that is asked for) is waited for, with a deadline, and its
-failure is raised.
+A save that fails, for whatever reason, is reported at the next step (journal, log, with the writer's
+traceback) and training goes on, until too many have failed in a row; only a lost lease, a state that no
+resume would take (found at the first save), or a group that can no longer exchange, ends a run from within a
+save. What a run must not lose at its end (the last save, a save that is asked for) is waited for, with a
+deadline, and its failure is raised.
 
 With a local tier every save but a diagnostic one goes there first. What is committed there counts as saved at
 once; retention, the remote and the cadence go by commits in the checkpoint root. A local save that fails is
-told, and stops no run: the tier is a shortcut, and the root is what a run must not be without.
+reported, and stops no run: the tier is a shortcut, and the root is what a run must not be without.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
     """What holds the state of a run that stops."""
 
     name: CheckpointName | None
-    """None if nothing was done yet that could be saved."""
+    """None if there was nothing yet to save."""
     already: bool = False
     """Whether it was saved before."""
     seconds: float = 0.0
@@ -127,9 +127,9 @@ class Saving:
             self._saver = ForegroundSaver(context, self._snapshots)
         self._failed = self._failed_locally = 0
         self._too_many: SaveFailedError | None = None
-        """To be raised, unless a save is committed first: then they are no longer in a row."""
+        """To be raised, unless a save is committed first, which breaks the row of failures."""
         self._told_doubt = self._told_skip = ""
-        """Why nothing is saved at the moment; why the last local save was left out; told when it changes."""
+        """Why nothing is saved at present; why the last local save was left out. Reported on every change."""
         self.head: CheckpointName | None = None
         """The newest checkpoint of this timeline that is known to be committed."""
         self.committed = 0
@@ -140,7 +140,7 @@ class Saving:
         self._control = context.control
         self._attempt = context.attempt
         self._rooted: int | None = None
-        """The same, of the checkpoint root alone."""
+        """The same for the checkpoint root alone."""
 
     def resumed_from(self, head: CheckpointName | None) -> None:
         self.head = head
@@ -150,12 +150,12 @@ class Saving:
         self._saver.resumed_from(head)
 
     def use_peers(self, targets: list[PeerTarget], where: Where | None = None) -> None:
-        """Where replicas of this rank's local copies go; `where`, on rank 0, is the same for all ranks."""
+        """Where replicas of this rank's local copies go; `where`, on rank 0, says it for all ranks."""
         timeout = self._settings.replication_timeout
         self._saver.order(UsePeers(targets=targets, timeout=timeout, where=where))
 
     def mend(self, order: MendCopies) -> None:
-        """The run has resumed: what this node has lost of its checkpoint is made again, beside training."""
+        """The run has resumed: whatever this node lost of its checkpoint is made again, beside training."""
         self._saver.order(order)
 
     def start_draining(self) -> None:
@@ -164,7 +164,7 @@ class Saving:
             self._drain.start()
 
     def prepare(self) -> None:
-        """A run that goes on from a checkpoint: the first save finds its plan and memory ready."""
+        """For a run that goes on from a checkpoint: the first save then finds its plan and memory ready."""
         self._saver.prepare()
 
     # --- saving ---------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Saving:
     def save(self, reason: str, *, diagnostic: bool = False, wait: bool = True) -> CheckpointName:
         """Save now. With `wait` the checkpoint is committed when this returns, or an error is raised.
 
-        The error is this save's own. That an earlier one failed is told and counted meanwhile, as at a step.
+        The error is this save's own. If an earlier one failed, that is reported and counted, as at a step.
         """
         begun = self._begin(reason, diagnostic=diagnostic, must=True)
         assert begun is not None
@@ -183,7 +183,7 @@ class Saving:
         except SaveFailedError as error:
             if diagnostic or not self._saver.has_local_tier:
                 raise
-            # On every rank, whatever it was: what must not be lost must not depend on the local tier.
+            # On every rank, whatever the error: what must not be lost must not depend on the local tier.
             why = f"because it was not saved: {error}"
             self._write(Warned(message=f"{begun.name} is saved again, to the checkpoint root alone, {why}"))
             begun = self._begin(reason, must=True, local=False)
@@ -192,9 +192,9 @@ class Saving:
         return begun.name
 
     def diagnose(self) -> str:
-        """A diagnostic save, by a run that is about to end: its name, or why there is none.
+        """Make a diagnostic save, in a run that is about to end; returns its name, or why there is none.
 
-        One of the same step after the same checkpoint is enough, however often that step is rejected.
+        One per step and preceding checkpoint is enough, however often that step is rejected.
         """
         if kept := share(self._group, self._diagnosed() if self._group.is_coordinator else "")[0]:
             return kept
@@ -206,7 +206,7 @@ class Saving:
             return f"none: {type(error).__name__}: {error}"
 
     def _diagnosed(self) -> str:
-        """The diagnostic save of this step that an earlier attempt on this timeline has left; else empty."""
+        """The diagnostic save of this step left by an earlier attempt on this timeline; empty if none."""
         control, place = self._control, self._root.diagnostic()
         with contextlib.suppress(HoldfastError, OSError):
             known = diagnosed(control, since=last_fresh(control), before=self._attempt)
@@ -220,12 +220,12 @@ class Saving:
         return ""
 
     def scheduled(self) -> None:
-        """A save is due by the schedule: a failure is reported, and raised only after too many in a row."""
+        """The schedule says a save is due: a failure is reported, and raised only after too many in a row."""
         self._try_to_save(globally=True)
 
     def scheduled_locally(self) -> None:
         """A save to the local tier alone is due: a failure is reported."""
-        if self._saver.has_local_tier:  # else this attempt goes on without one
+        if self._saver.has_local_tier:  # otherwise this attempt runs without one
             self._try_to_save(globally=False)
 
     def _try_to_save(self, *, globally: bool) -> None:
@@ -261,8 +261,8 @@ class Saving:
             return None
         self._meter.agreed(*self._snapshots.counted)
         if begun.waited > 0.0:
-            told = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
-            self._write(Warned(message=f"{told}; save less often, or use faster storage"))
+            delay = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
+            self._write(Warned(message=f"{delay}; save less often, or use faster storage"))
         if not diagnostic:
             self.saved_step = facts.step
             self._rooted = facts.step if globally else self._rooted
@@ -271,8 +271,8 @@ class Saving:
         return begun
 
     def _tell_skipped(self, why: str, name: CheckpointName, *, once: bool) -> None:
-        """A save, or its local copy, was left out. For want of room that may be so at every step: `once`."""
-        kind = re.sub(r"[0-9.]+", "", why)  # the numbers in it change all the time
+        """A save, or its local copy, was left out. For want of room that may happen at every step: `once`."""
+        kind = re.sub(r"[0-9.]+", "", why)  # the numbers in it keep changing
         if why and not (once and kind == self._told_skip):
             self._write(SaveSkipped(checkpoint=str(name), step=name.step, reason=why))
         self._told_skip = kind
@@ -309,11 +309,11 @@ class Saving:
     def wait(self, what: str, own: CheckpointName | None = None) -> None:
         """Wait until nothing is under way; raise on every rank what went wrong on any.
 
-        `own`: wait for this save, and raise what went wrong with it. What an earlier one came to is told, and
-        counted, and not raised here: only a lost lease is, whichever save met with it.
+        `own`: wait for this save, and raise what went wrong with it. Failures of earlier ones are reported
+        and counted but not raised here, except for a lost lease, whichever save ran into it.
         """
         if not self._saver.in_background:
-            return  # whatever became of a save, all ranks know it since it was begun
+            return  # all ranks have known what became of a save ever since `begin` returned
         outcomes = self._saver.wait(self._settings.timeout, own)
         for ended in outcomes:
             if not isinstance(ended.error, LeaseLostError):
@@ -324,8 +324,8 @@ class Saving:
         failed, storage = add_up(self._group, [error is not None, isinstance(error, SaveStorageError)])
         if failed:
             self.saved_step = self._rooted = self._too_many = None
-            told = f"{what} failed on another rank, whose error says why"
-            raise error or (SaveStorageError(told) if storage else SaveFailedError(told))
+            elsewhere = f"{what} failed on another rank, whose error says why"
+            raise error or (SaveStorageError(elsewhere) if storage else SaveFailedError(elsewhere))
 
     def _take(self, ended: Ended) -> None:
         name, diagnostic = ended.save.name, ended.save.diagnostic
@@ -348,11 +348,11 @@ class Saving:
             raise ended.error
         elif self._group.is_coordinator:
             self._count(ended.error, name, fatal=not ended.save.local_only)
-        else:  # rank 0's writer learns of it and fails the save for all
+        else:  # rank 0's writer will learn of it and fail the save for all
             log.error("holdfast: %s\n%s", ended.error, "\n".join(getattr(ended.error, "__notes__", ())))
 
     def _committed(self, ended: Ended) -> None:
-        """In the checkpoint root."""
+        """A save was committed in the checkpoint root."""
         save = ended.save
         if self._group.is_coordinator:
             self._schedule.note(blocked=save.blocked, commit=ended.seconds)
@@ -377,9 +377,9 @@ class Saving:
             self._rooted = None
         shown = str(name) if name.id else f"step_{name.step:08d}"
         notes = "\n".join(getattr(error, "__notes__", ()))
-        told = f"{error}\n{notes}" if notes else str(error)
-        self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=in_a_row))
-        log.error("holdfast: %s (%d in a row)", told, in_a_row)
+        text = f"{error}\n{notes}" if notes else str(error)
+        self._write(SaveFailed(checkpoint=shown, step=name.step, error=text, in_a_row=in_a_row))
+        log.error("holdfast: %s (%d in a row)", text, in_a_row)
         if fatal and self._failed >= self._settings.max_failed_saves:
             often = "a failed save" if self._failed == 1 else f"{self._failed} failed saves in a row"
             self._too_many = type(error)(
@@ -399,7 +399,7 @@ class Saving:
     # --- the end --------------------------------------------------------------------------------------------
 
     def withheld(self, why: str) -> None:
-        """A save was due, and the state is in doubt. Told once, until it changes."""
+        """A save was due, but the state is in doubt. Reported once, until the reason changes."""
         if why != self._told_doubt:
             self._told_doubt = why
             step = self._meter.step
@@ -408,7 +408,7 @@ class Saving:
                 log.warning("holdfast: nothing is saved after step %d, because %s", step, why)
 
     def finish(self, step: int, *, doubt: str = "") -> None:
-        """The last step is done: everything under way is committed, and so is the last state.
+        """The last step is done: wait until everything under way is committed, and save the last state.
 
         `doubt`: why it must not be saved as a good one, which is an error here.
         """
@@ -425,16 +425,16 @@ class Saving:
         self._meter.agreed(samples, tokens)
         if doubt:
             raise ValidationFailedError(
-                f"the run has reached its last step, {step}, and that is not saved: {doubt}. The newest good "
+                f"the run has reached its last step, {step}, but that is not saved: {doubt}. The newest good "
                 f"checkpoint: {self.head or 'none'}. Look at the data and the learning rate, then start again"
             )
         if self._settings.save_at_end and due:
             self.save("final")
 
     def stop(self, step: int, *, doubt: str = "") -> Kept:
-        """The run stops after this step: it is in the checkpoint root when this returns, saved once.
+        """The run stops after this step: when this returns, the step is in the checkpoint root, saved once.
 
-        `doubt`: why it must not be saved as a good one. What was saved before is what it goes on from then.
+        `doubt`: why it must not be saved as a good one. The run then goes on from what was saved before.
         """
         with contextlib.suppress(SaveFailedError):  # it was reported, and the state is about to be saved
             self.wait("a save that was under way")
@@ -451,8 +451,8 @@ class Saving:
     def close(self, outcome: str, *, unseen: bool = False) -> None:
         """Give everything back. After a failure the writer finishes alone what it was handed.
 
-        `unseen`: an error may be on its way out that cannot be seen from here, and must not be held up. Then
-        too the writer finishes alone, and the interpreter waits for it at its end if there was none.
+        `unseen`: an error that cannot be seen from here may be on its way out, and must not be held up. Then
+        too the writer finishes alone, and the interpreter waits for it at exit if there was no error.
         """
         try:
             if self._read_back is not None:
@@ -472,14 +472,14 @@ class Saving:
         errors: list[SaveFailedError | LeaseLostError] = []
         try:
             outcomes = saver.wait(self._settings.timeout)
-        except BaseException:  # the function around the run is to be left
+        except BaseException:  # something wants to leave the function around the run
             saver.abandon()
             raise
         for ended in outcomes:
             if (error := to_raise([ended])) is not None:
                 errors.append(error)
             elif ended.error is not None:
-                self._take(ended)  # told, and no more
+                self._take(ended)  # only reported
         if saver.is_under_way():
             saver.abandon()
             raise SaveFailedError(f"a save was still under way after {self._settings.timeout:g} s")
@@ -499,7 +499,7 @@ def _as_failed(error: HoldfastError) -> SaveFailedError:
 def to_raise(
     outcomes: Sequence[Ended], own: CheckpointName | None = None
 ) -> SaveFailedError | LeaseLostError | None:
-    """Pure: why saves failed, if somebody has to do something about that; of several the last.
+    """Pure: why saves failed, if anything has to be done about that; of several errors the last.
 
     A local copy is only a shortcut. With `own`, only the error of that save counts; a lost lease always does.
     """

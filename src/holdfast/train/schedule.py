@@ -5,8 +5,8 @@ the start through a durable decision, made from what earlier attempts measured; 
 scheduled save, where the ranks are together anyway, through one key of the store. Between saves nothing is
 exchanged and the loop compares one integer.
 
-Saves to the local tier have an interval of their own, always a fixed one. Where both are due, one save serves
-both; what is chosen here, and measured for it, is about the checkpoint root only.
+Saves to the local tier have their own interval, always a fixed one. Where both are due, one save serves both;
+what is chosen here, and measured for it, concerns the checkpoint root only.
 
 What earlier attempts measured is read once, by rank 0, at an attempt's start. Reading it never fails: what
 cannot be read is reported and left out, because a run must not end for want of an estimate. Only the ends of
@@ -60,11 +60,11 @@ log = logging.getLogger("holdfast")
 
 NEVER = sys.maxsize
 RECENT_SAVES = 9
-"""Saves whose median counts: the first of a process is often slower than the rest."""
+"""How many saves the median is taken of: a process's first is often slower than the rest."""
 ENOUGH_SAVES = 3
-"""Saves from which on their cost is complained about."""
+"""How many saves it takes before their cost is complained about."""
 ENOUGH_STEPS = 5
-"""Steps of this attempt from which on those of earlier ones are left out."""
+"""How many steps of this attempt it takes before those of earlier attempts are left out."""
 ATTEMPTS_READ = 3
 TAIL_BYTES = 256 * 1024
 RECENT_STEPS = 64
@@ -73,7 +73,7 @@ _OTHER_RANK = re.compile(r"-rank-[1-9][0-9]*-[0-9]+\.jsonl$")
 
 @dataclass
 class Measured:
-    """Of a run's earlier attempts; empty for a run that has none."""
+    """What a run's earlier attempts measured; empty if it has none."""
 
     steps: list[float] = field(default_factory=list)
     """Seconds of recent steps."""
@@ -88,7 +88,7 @@ class Measured:
 
 
 class CadenceDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixed once an attempt, before anyone trains."""
+    """Made once per attempt, before any rank trains."""
 
     interval: int
     evidence: list[str]
@@ -101,14 +101,14 @@ class SaveSchedule:
         self.next_step = NEVER
         """The step after which the next scheduled save to the checkpoint root is due."""
         self.next_local = NEVER
-        """The step after which the next one to the local tier is due."""
+        """The step after which the next scheduled save to the local tier is due."""
         self._local_interval = local_interval
         self._auto = interval == AUTO
         self._interval = interval if isinstance(interval, int) else 0
         self._given_mtbf = mtbf_hours * 3600
         self._saves: deque[tuple[float, float]] = deque(maxlen=RECENT_SAVES)
         self._noted = 0
-        """Saves of this attempt."""
+        """How many saves of this attempt were noted."""
         self._earlier = Measured()
         self._began = time.monotonic()
         self._leads = False
@@ -143,7 +143,7 @@ class SaveSchedule:
         elif leads:
             known = self._costs([])
             if self._earlier.restart and known is not None and len(self._saves) >= ENOUGH_SAVES:
-                # It was said before, and right after a restart it would read as if that had to do with it.
+                # It was said before, and right after a restart it would read as if related to that.
                 self._concerns |= set(concerns(self._interval, known[0])) - {"exposed"}
             self._judge([])
         self._advance(step)
@@ -159,16 +159,16 @@ class SaveSchedule:
         self.next_local = (step // every + 1) * every if every else NEVER
 
     def note(self, *, blocked: float, commit: float) -> None:
-        """A save was committed, and this is what it cost. Only what the leading rank notes is used."""
+        """A save was committed, at this cost. Only what the leading rank notes is used."""
         self._noted += 1
         self._saves.append((blocked, commit))
 
     def last_commit(self) -> float | None:
-        """Seconds that the last save took until it was committed; None while none was measured."""
+        """Seconds that the last save took until it was committed; None if none was measured yet."""
         return self._saves[-1][1] if self._saves else None
 
     def after_save(self, step: int, step_seconds: Sequence[float], due: str = "global") -> None:
-        """A scheduled save was made or has failed, at the same step on all ranks: agree on the next one."""
+        """A scheduled save was made, or failed, at the same step on all ranks: agree on the next one."""
         if due == "local":
             self._advance_local(step)
             return
@@ -197,7 +197,8 @@ class SaveSchedule:
     # --- the rank that leads --------------------------------------------------------------------------------
 
     def _costs(self, own: Sequence[float]) -> tuple[Costs, str] | None:
-        """What is known of this run, and of its MTBF; None while a step or a save was not measured yet."""
+        """What is known of this run's costs, and the source of its MTBF; None before a step and a save were
+        measured."""
         steps = own if len(own) >= ENOUGH_STEPS else [*self._earlier.steps, *own]
         if not steps or not self._saves:
             return None
@@ -248,12 +249,12 @@ class SaveSchedule:
         self._told = event.interval
         self._write(event)
         if self._earlier.restart and not self._noted and "exposed" not in self._concerns:
-            return  # as where an interval is given
+            return  # as with an interval that was given
         for warning in event.warnings:
             log.warning("holdfast: %s", warning)
 
     def _judge(self, step_seconds: Sequence[float]) -> None:
-        """Say once what is wrong with an interval that was given."""
+        """Say, once, what is wrong with an interval that was given."""
         known = self._costs(step_seconds) if self._interval else None
         if known is None:
             return
@@ -323,19 +324,19 @@ def _count(found: Measured, record: AttemptRecord, end: EndRecord | None, lines:
 
 
 def _take(found: Measured, lines: list[JournalLine]) -> None:
-    """Add an older attempt's steps and saves, before the newer ones that are there."""
+    """Add an older attempt's steps and saves, in front of the newer ones already there."""
     steps = [
         seconds
         for line in lines
         if isinstance(line.body, StepsDone) and line.who == REPORTER
         for seconds in line.body.seconds
     ]
-    told = [line.body for line in lines if isinstance(line.body, SaveCommitted)]
-    # A save to both tiers is told twice, and what it blocked only the first time.
-    blocked = {save.checkpoint: save.blocked_seconds for save in told if save.tier == "local"}
+    committed = [line.body for line in lines if isinstance(line.body, SaveCommitted)]
+    # A save to both tiers is journalled twice, with the time it blocked only the first time.
+    blocked = {save.checkpoint: save.blocked_seconds for save in committed if save.tier == "local"}
     saves = [
         (max(save.blocked_seconds, blocked.get(save.checkpoint, 0.0)), save.seconds)
-        for save in told
+        for save in committed
         if save.tier == "global"
     ]
     found.steps = [*steps, *found.steps][-RECENT_STEPS:]

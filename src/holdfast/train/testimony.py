@@ -1,18 +1,18 @@
 """How a rank is watched: what it says of itself while it hangs, pings, and faults on purpose.
 
-Two ways, since neither covers all hangs. `testify` runs in another thread and tells everything: the stacks of
-all threads with their names, and where the rank stands in each process group. It needs the interpreter's
-lock. The stack signal needs nothing but a live process: the handler, in C, writes the Python stacks into a
-file that `install` opened, also while a C call holds that lock. Only a process that is stopped, or whose
-threads all sit in the kernel, says nothing at all.
+It testifies in two ways, since neither covers all hangs. `testify` runs in another thread and tells
+everything: the stacks of all threads with their names, and where the rank stands in each process group. It
+needs the interpreter's lock. The stack signal needs nothing but a live process: the handler, in C, writes the
+Python stacks into a file that `install` opened, even while a C call holds that lock. Only a process that is
+stopped, or whose threads all sit in the kernel, says nothing at all.
 
 Guarantee: neither raises, waits for another rank, imports torch or touches a device. No source file is read
 for the stacks, because the disk may be what hangs.
 
 torch keeps two flight recorders: one for NCCL, one for gloo and whatever else uses the generic one. Numbers
-in them are right; the states of gloo's are not (`scheduled` for ever), but `retired` is. Where they are off
-(TORCH_FR_BUFFER_SIZE=0) the process groups still know how many collectives were entered, without names or
-which of them are done.
+in them are right; gloo's states are not (`scheduled` for ever), but its `retired` is. Where they are off
+(TORCH_FR_BUFFER_SIZE=0) the process groups still know how many collectives were entered, but not their names
+or which of them are done.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 DEPTH = 200
-"""Frames kept of each thread, innermost first."""
+"""How many frames are kept of each thread, innermost first."""
 MAX_THREADS = 500
 RECORDER_PATIENCE = 2.0
 """Seconds for a flight recorder's dump: it asks the device for the states of its events."""
@@ -90,7 +90,7 @@ class Testimony(msgspec.Struct, frozen=True, kw_only=True):
     sections: list[str] = []
     """Open ones, outermost first."""
     recorders: list[str] = []
-    """Where the positions come from: `nccl`, `generic`, `counters`."""
+    """The sources of the positions: `nccl`, `generic`, `counters`."""
     problems: list[str] = []
 
 
@@ -112,10 +112,10 @@ class Installed:
         self.signal = number
 
     def close(self) -> None:
-        """Take the registration back. Who sends the signal after this has not looked, and is ignored."""
+        """Take the registration back. A sender that has not looked, and signals after this, is ignored."""
         with contextlib.suppress(OSError):
             self._record.unlink(missing_ok=True)
-        signal.signal(self.signal, signal.SIG_IGN)  # one that is under way must not end us
+        signal.signal(self.signal, signal.SIG_IGN)  # a signal under way must not end us
         with contextlib.suppress(RuntimeError, ValueError):
             faulthandler.unregister(self.signal)
         signal.signal(self.signal, signal.SIG_IGN)  # unregistering brings the default action back
@@ -131,9 +131,9 @@ def record_path(directory: Path, rank: int) -> Path:
 
 
 def install(directory: Path, rank: int) -> Installed | None:
-    """Have a signal write all threads' Python stacks into a file of this rank in the agent's directory.
+    """Make a signal write all threads' Python stacks into this rank's file in the agent's directory.
 
-    None if that is not possible here: then there are no stacks of a rank that holds the interpreter's lock.
+    None if that is not possible here: then a rank that holds the interpreter's lock leaves no stacks.
     """
     try:
         number = _free_signal()
@@ -142,7 +142,7 @@ def install(directory: Path, rank: int) -> Installed | None:
         path, record = stacks_path(directory, rank), record_path(directory, rank)
         file = path.open("wb", buffering=0)  # the handler needs it until the process ends
         faulthandler.register(number, file=file, all_threads=True, chain=False)
-        # Only once the handler is there: before, the signal would have ended this process.
+        # Only once the handler is in place: before that, the signal would end this process.
         registered = Registered(
             pid=os.getpid(),
             started=proc.started_at(os.getpid()),
@@ -156,7 +156,7 @@ def install(directory: Path, rank: int) -> Installed | None:
 
 
 def registered(directory: Path, rank: int) -> Registered | None:
-    """What a rank registered; None if nothing that can be read says so."""
+    """What a rank registered; None if there is nothing readable."""
     try:
         raw = read_regular(record_path(directory, rank), RECORD_LIMIT)
         return msgspec.json.decode(raw, type=Registered)
@@ -178,14 +178,14 @@ def _free_signal() -> int | None:
 
 
 def testify(sections: Sequence[str] = ()) -> bytes:  # noqa: PT028 - no test
-    """Everything that can be told now, as JSON of a `Testimony`. Never raises."""
+    """Everything that can be told right now, as JSON of a `Testimony`. Never raises."""
     problems: list[str] = []
     stacks: list[ThreadStack] = []
     positions: list[Position] = []
     recorders: list[str] = []
     try:
         stacks = _stacks()
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with this process, the rest may be told
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with this process, the rest can be told
         problems.append(f"no stacks: {type(error).__name__}: {error}")
     try:
         positions, recorders, found = _positions()
@@ -223,7 +223,7 @@ def _stacks() -> list[ThreadStack]:
 
 
 def frames_of(frame: FrameType | None) -> list[StackFrame]:
-    """The innermost first. Reads no file: the source may lie where everything hangs."""
+    """Innermost first. Reads no file: the source may be on the very disk that hangs."""
     found: list[StackFrame] = []
     while frame is not None and len(found) < DEPTH:
         code = frame.f_code
@@ -261,14 +261,14 @@ def _positions() -> tuple[list[Position], list[str], list[str]]:
             sources.append(source)
         found.update(seen)
     recorded = {group for group, _ in found}
-    counted = [one for one in _counters(distributed, members) if one.group not in recorded]
+    counted = [position for position in _counters(distributed, members) if position.group not in recorded]
     if counted:
         sources.append("counters")
     return [*found.values(), *counted], sources, problems
 
 
 def _entries(dump: Any) -> tuple[list[dict[str, Any]], str]:
-    """A recorder's entries. In a thread: its dump may wait for a device that hangs."""
+    """A recorder's entries. Read in a thread, since its dump may wait for a device that hangs."""
     dumped = Bounded(
         lambda: json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or [], "recorder"
     )
@@ -285,8 +285,8 @@ def read_entries(
 ) -> dict[tuple[str, str], Position]:
     """Per group and backend, from a flight recorder: the first collective that is not done, and the last one.
 
-    Entries of another shape are passed over. Sends and receives count apart, and not here: that a peer has
-    not sent is seen from its stack.
+    Entries of another shape are skipped. Sends and receives are numbered separately and not counted here: a
+    peer's stack shows that it has not sent.
     """
     first: dict[tuple[str, str], dict[str, Any]] = {}
     last: dict[tuple[str, str], dict[str, Any]] = {}
@@ -331,7 +331,7 @@ def _shapes(entry: dict[str, Any]) -> str:
 
 
 def _members(distributed: Any) -> dict[str, tuple[int, ...]]:
-    """Global ranks of every process group of this rank, by the name that all ranks call it."""
+    """Global ranks of every process group of this rank, by the name that all ranks use for it."""
     world = distributed._world
     return {
         str(name): tuple(sorted(int(rank) for rank in world.pg_group_ranks.get(group, {})))
@@ -350,14 +350,14 @@ def _counters(distributed: Any, members: dict[str, tuple[int, ...]]) -> list[Pos
     return found
 
 
-# Faults on purpose (monitor.simulate_fault): a rank that stops or kills itself, to see that a run survives.
+# Deliberate faults (monitor.simulate_fault): a rank stops or kills itself, to check that the run survives.
 #
 # Only in the first attempt of a launch, and journalled before it happens. All ranks derive the same choice
 # from names they share, so nothing has to be exchanged.
 
 
 RANDOM_SHARE = 0.2
-"""The delay is the base delay and up to this share of it more."""
+"""The delay is the base delay plus up to this share of it."""
 _SIGNALS = {"rank_hung": signal.SIGSTOP, "rank_killed": signal.SIGKILL}
 
 
@@ -370,7 +370,7 @@ class DrilledFault(msgspec.Struct, frozen=True):
 
 
 def choose(settings: MonitorSettings, seed: str, world_size: int) -> DrilledFault:
-    """The fault that every rank of an attempt comes to."""
+    """The fault; every rank of an attempt derives the same one."""
     chance = random.Random(seed)
     kind, rank = chance.choice(sorted(_SIGNALS)), chance.randrange(world_size)
     delay = settings.simulated_fault_base_delay * (1 + RANDOM_SHARE * chance.random())
@@ -391,7 +391,7 @@ def is_first_attempt(control: ControlDirectory, attempt: int, launch: str) -> bo
 
 
 class SimulatedFault:
-    """The fault of the rank that is to have it. `arm` after each step: the first one starts the clock."""
+    """The fault, in the rank that is to have it. Call `arm` after each step: the first starts the clock."""
 
     def __init__(self, fault: DrilledFault, journal: JournalWriter) -> None:
         self._fault = fault
@@ -410,19 +410,19 @@ class SimulatedFault:
 
     def _happen(self) -> None:
         number = _SIGNALS[self._fault.kind]
-        told = f"simulated fault: {self._fault.kind}, rank {self._fault.rank} gets {number.name} from itself"
-        self._journal.write(Warned(message=told))
+        warning = f"simulated fault: {self._fault.kind}, rank {self._fault.rank} sends itself {number.name}"
+        self._journal.write(Warned(message=warning))
         os.kill(os.getpid(), number)
 
 
 # The liveness ping of a run: at a step's end, every `health.nccl_health_check_interval` steps.
 #
-# It comes before anything else is done at the boundary, because there the ranks are closest together: whoever
-# saves, evaluates or logs does so after it.
+# It comes before anything else at the boundary, because there the ranks are closest together: saving,
+# evaluating and logging come after it.
 
 
 class Pinging:
-    """One for an attempt. All ranks make it together."""
+    """One per attempt. All ranks make it together."""
 
     def __init__(self, settings: HealthSettings, group: Group, journal: JournalWriter) -> None:
         self._every = settings.nccl_health_check_interval if group.world_size > 1 else 0
@@ -438,9 +438,9 @@ class Pinging:
         except PingFailedError as error:
             missing = list(error.missing)
             self._journal.write(PingFailed(step=step, missing=missing, seconds=round(error.seconds, 3)))
-            told = PingFailedError(f"after step {step}: {error}")
-            told.missing, told.seconds = missing, error.seconds
-            raise told from None
+            failed = PingFailedError(f"after step {step}: {error}")
+            failed.missing, failed.seconds = missing, error.seconds
+            raise failed from None
 
     def close(self) -> None:
         """After the last step, on all ranks alike."""
@@ -449,7 +449,7 @@ class Pinging:
             self._ping = None
 
 
-# How a rank comes to be watched, as its settings say and where there is somebody to watch it.
+# How a rank comes to be watched, as its settings say, if there is somebody to watch it.
 
 
 log = logging.getLogger("holdfast")
@@ -461,7 +461,7 @@ def start_beats(
     testify: Callable[[Sequence[str]], bytes] = testify,
     halting: Halting | None = None,
 ) -> Beats:
-    """Begin to be watched, in section `setup`; without a launcher, say what that leaves unprotected."""
+    """Begin to be watched, in section `setup`; without a launcher, warn of what that leaves unprotected."""
     if launched is None:
         unread = refuse_without_launcher(effective, kept=scope.current() is not None)
         if unread and os.environ.get("RANK", "0") == "0":
@@ -480,7 +480,7 @@ def start_beats(
         around.on_leave(stacks.close)
 
     def answer(kept: Installed | None = stacks) -> bytes:
-        del kept  # the signal's file must stay open for as long as somebody may ask
+        del kept  # held so that the signal's file stays open for as long as somebody may ask
         return testify(beats.open_sections())
 
     beats = Beats.connect(

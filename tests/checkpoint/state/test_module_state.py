@@ -808,8 +808,8 @@ def add_norm(model: Any) -> None:
             replace,
             r"model.inward.weight, a parameter of Linear, became torch.float32 \(4, 8\); it was .* \(4, 4\)",
         ),
-        (take_away, "model.outward.bias, a parameter, was taken away"),
-        (untie, "model.outward.weight, a parameter of Linear, is no more the same as inward.weight"),
+        (take_away, "model.outward.bias, a parameter, was removed"),
+        (untie, "model.outward.weight, a parameter of Linear, is no longer the same as inward.weight"),
         (narrow, r"model.inward.weight, a parameter of Linear, became torch.bfloat16"),
         (
             prune,

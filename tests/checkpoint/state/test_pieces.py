@@ -1,4 +1,4 @@
-"""Tensors that differ between ranks: declared as parts of larger ones, or kept for each rank and refused by name."""
+"""Tensors that differ between ranks: declared as parts of larger ones, or kept and refused by name."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _whole(found: list[dict[str, Any]], what: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_declared_experts_go_to_any_number_of_ranks(tmp_path: Path, uneven: bool) -> None:
-    """Experts on 2 ranks, of which each has its own under the same name, are the same experts on 3 and on 1."""
+    """Each of 2 ranks has its own experts under the same name; on 3 ranks and on 1 they are the same."""
     run_dir = tmp_path / "run"
 
     def on(shares: list[int], steps: int, until: int) -> list[dict[str, Any]]:
@@ -167,7 +167,7 @@ def test_the_lowest_ranks_is_taken_where_that_is_declared_or_ddp_does_so_itself(
 
 
 def test_a_mesh_says_how_parts_lie_and_the_manifest_says_the_mesh(tmp_path: Path) -> None:
-    """Two dimensions of the mesh cut two dimensions of the tensor; the third rank of four is known by place."""
+    """Two dimensions of the mesh cut two dimensions of the tensor."""
 
     def work(rank: int) -> list[list[int]]:
         whole = torch.arange(24.0).view(4, 6)
@@ -231,11 +231,15 @@ def test_a_declaration_that_does_not_fit_is_refused(tmp_path: Path, wrong: str) 
         split = holdfast.Split(dist.group.WORLD, 2 if wrong == "dimension" else 0)
         run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
         run.track(model=model, layout={name: split})
-        with pytest.raises(holdfast.HoldfastError) as refused:
+
+        def save() -> None:
             run.start()
             run.begin_step()
             run.end_step()
             run.save()
+
+        with pytest.raises(holdfast.HoldfastError) as refused:
+            save()
         run.close()
         return str(refused.value)
 

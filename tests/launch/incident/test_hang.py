@@ -346,7 +346,7 @@ def test_reports_of_nodes_say_together_what_none_can_say_alone(tmp_path: Path) -
     assert job_wide == merge([other, one])
     assert job_wide.suspects == (2,)
     assert job_wide.summary == (
-        "rank 0 waited for rank 2 in an all_reduce (train.py:88 in step); it is not known of rank 3, "
+        "rank 0 waited for rank 2 in an all_reduce (train.py:88 in step); nothing is known of rank 3, "
         "which could not be asked; look at rank 2 first"
     )
     assert merge([one], world=4).hung[0].silent == (2, 3), "a node without a report could not testify"

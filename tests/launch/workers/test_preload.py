@@ -610,9 +610,9 @@ def test_a_command_that_a_forked_python_cannot_become(place: Path) -> None:
     write(place, "mark.py", "")
     for args, reason in (
         (["/bin/true"], "run by /bin/true"),
-        ([sys.executable, "-O", "mark.py"], "of another form"),
-        (command("-c", "pass"), "of another form"),
-        (command("package"), "not a file of Python source"),
+        ([sys.executable, "-O", "mark.py"], "has another form"),
+        (command("-c", "pass"), "has another form"),
+        (command("package"), "not a Python source file"),
     ):
         with pytest.raises(ColdStart, match=reason) as caught:
             Script.of(args)

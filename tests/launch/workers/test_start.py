@@ -316,8 +316,8 @@ def test_a_parent_that_dies_is_replaced_a_few_times_and_then_not(stage: Stage) -
     assert stage.starter.parent_pid is None
     assert not stage.start().warm
     assert stage.said == [
-        "workers start cold (slower, and otherwise the same): the preloaded parent ended with SIGKILL",
-        "the preloaded parent ended with SIGKILL; another one gets ready for the next restart",
+        "workers start cold (slower, but otherwise the same): the preloaded parent ended with SIGKILL",
+        "the preloaded parent ended with SIGKILL; another one is getting ready for the next restart",
         "4 preloaded parents were of no use; workers start cold from now on",
     ]
 
@@ -348,7 +348,7 @@ def test_workers_that_cannot_be_forked_start_cold_and_die_with_the_agent(stage: 
     stage.starter.expect(stage.command)
     started = stage.start()
     assert not started.warm
-    assert re.search("the workers' command is of another form", stage.said[0])
+    assert re.search("the workers' command has another form", stage.said[0])
     assert stage.starter.parent_pid is None
     for pid in started.pids().values():
         os.kill(pid, signal.SIGTERM)

@@ -45,7 +45,7 @@ def test_deferred_checks_find_a_bad_step_before_its_state_is_saved(tmp_path: Pat
         assert found is None
     if policy == "warn":
         assert any("an optimizer has used it" in one.message for one in place.events(Warned))
-        assert "has reached its last step, 4, and that is not saved" in ended[0].error
+        assert "has reached its last step, 4, but that is not saved" in ended[0].error
     assert checkpoints(place.run_dir) == []
     assert ended[0].field("exchanges")[-1] <= 2, "none in a step, but for the first"
 

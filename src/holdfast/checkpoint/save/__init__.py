@@ -1,7 +1,7 @@
-"""From live state to a committed checkpoint: plan, snapshot, staging, and writing beside training or not.
+"""From live state to a committed checkpoint: plan, snapshot, staging, and writing, beside training or not.
 
 For synchronous and asynchronous saves, snapshots from devices, and the writer process of each rank.
-Promises: a save becomes durable on all ranks or fails on all as the same error; a staged snapshot outlives
+Promises: a save becomes durable on all ranks or fails on all with the same error; a staged snapshot outlives
 its trainer.
 Never: touch what was committed before; hold training up longer than the snapshot takes.
 """

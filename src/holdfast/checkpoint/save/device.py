@@ -1,20 +1,20 @@
-"""Snapshots of tensors on CUDA devices into host memory, holding training up as little as can be.
+"""Snapshots of tensors on CUDA devices into host memory, holding training up as little as possible.
 
 Guarantee: once `InFlight.done()` is true and `torn()` is empty, the buffer holds every piece as it was when
-`begin` was called; if ever it does not, the fingerprints, taken on the training stream before anything else,
+`begin` was called; should it ever not, the fingerprints, taken on the training stream before anything else,
 differ from the staged bytes. Every wait has a deadline, and only `block` makes the host wait at all.
 
-How each way orders the copy against training (`policy.snapshot` says when each is chosen):
+How each way orders the copy relative to training (policy/upkeep.py says when each is chosen):
 
 clone    pieces are copied within the device on the training stream; a side stream copies that to the host.
 overlap  the side stream copies straight from the live tensors that a torch optimizer owns. A hook before
          every optimizer step, and the next step boundary, make the training stream wait for that copy, on
-         the device. There, the tensors' versions are compared first: one that was changed by anybody else has
-         torn the snapshot. All other pieces are cloned, or copied at once where there is no room for that.
+         the device. The tensors' versions are compared there first: if anything else changed one, the
+         snapshot is torn. All other pieces are cloned, or copied at once where there is no room for a clone.
 block    pieces are copied to the host on the training stream, and the host waits.
 
-`begin`, `boundary` and `release` belong to the thread that trains; the rest may be called from any thread.
-The hook may run on a thread of autograd (an optimizer inside the backward).
+Only the thread that trains may call `begin`, `boundary` and `release`; any thread may call the rest. The
+hook may run on an autograd thread (an optimizer inside the backward pass).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from holdfast.policy import Way, clone_bytes
 
 # Page-locks the host memory that snapshots are copied into, once, so that every copy runs at full speed.
 #
-# Guarantee: a buffer that cannot be page-locked is told (`note`) and works, only slower. What was registered
-# here is unregistered exactly once, by `release`; memory that somebody else registered is left to them.
+# Guarantee: a buffer that cannot be page-locked says so (`note`) and still works, only slower. What was
+# registered here is unregistered exactly once, by `release`; memory registered by others is left to them.
 
 
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE (Linux 5.14): allocates and maps the pages of a range, whatever they hold stays."""
+"""MADV_POPULATE_WRITE (Linux 5.14): allocates and maps the pages of a range, keeping their contents."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of the process."""
 _SLICE = 256 * 1024**2
@@ -61,11 +61,11 @@ class Pinned:
         self.locked = locked
         """Copies from a device into it run at full speed and without the host."""
         self.note = note
-        """What is not as it should be; empty if nothing."""
+        """What is not as it should be; empty if all is well."""
         self._registered = registered
 
     def release(self) -> str:
-        """Unlocks what `pin` locked; says what went wrong, if anything did. No copy may be under way."""
+        """Unlocks what `pin` locked; returns what went wrong, if anything. No copy may be under way."""
         if not self._registered:
             return ""
         self._registered = self.locked = False
@@ -97,22 +97,20 @@ def pin(buffer: torch.Tensor, *, threads: int = 4) -> Pinned:
 
 
 def prefault(buffer: torch.Tensor, *, threads: int = 4) -> bool:
-    """Has the kernel allocate all pages of `buffer`, on several cores; False where it cannot.
+    """Makes the kernel allocate all pages of `buffer`, on several cores; False where it cannot.
 
-    Registering faults every page in by itself, on one core, which for tens of gigabytes takes many seconds.
+    Registration by itself faults pages in on one core, which takes many seconds for tens of gigabytes.
     """
     page = mmap.PAGESIZE
     start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-    start = -(-start // page) * page  # a page that is shared with something else is left to the registration
+    start = -(-start // page) * page  # a page shared with something else is left to the registration
     slices = [(at, min(_SLICE, end - at)) for at in range(start, end, _SLICE)]
     with ThreadPoolExecutor(max(1, min(threads, os.cpu_count() or 1))) as pool:
         return all(pool.map(lambda piece: _populate(*piece), slices))
 
 
 def _populate(address: int, length: int) -> bool:
-    libc = ctypes.CDLL(
-        None, use_errno=True
-    )  # its calls let other threads run, those of `mmap.madvise` do not
+    libc = ctypes.CDLL(None, use_errno=True)  # ctypes calls let other threads run; `mmap.madvise` does not
     return bool(
         libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_POPULATE_WRITE)) == 0
     )
@@ -127,20 +125,19 @@ def _told(error: object) -> str:
 
 
 def _forget_error() -> None:
-    """CUDA remembers a failed call, and the next kernel launch of anybody would raise it: raise it here."""
+    """CUDA remembers a failed call, and the next kernel launch anywhere would raise it: raise it here."""
     with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda")  # a kernel, and not a memset, which would not look
+        torch.ones(1, device="cuda")  # a kernel, because a memset would not check for the error
 
 
 # One device's training stream and side stream: everything about snapshots that is specific to CUDA.
 #
-# Guarantee: no call here makes the host wait for the device, given page-locked memory. The training stream is
-# whatever stream is current on the device when a call is made; streams and events are made once and used
-# again.
+# Guarantee: with page-locked memory, no call here makes the host wait for the device. The training stream is
+# whichever stream is current on the device when a call is made; streams and events are made once and reused.
 
 
 LARGE = 8 * 1024**2
-"""From this size on a tensor is copied within the device by a call of its own; smaller ones share kernels."""
+"""From this size up, a tensor is copied within the device by its own call; smaller ones share kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +151,7 @@ class Mark(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Whether the device has come past it. Never blocks."""
+        """Whether the device has passed it. Never blocks."""
 
 
 class Lane(Protocol):
@@ -167,22 +164,22 @@ class Lane(Protocol):
         """What is launched inside runs on the side stream."""
 
     def fork(self) -> None:
-        """What the side stream is given from here on waits for what the training stream was given so far."""
+        """Work given to the side stream from here on waits for what the training stream was given so far."""
 
     def mark(self) -> Mark:
         """Marks the current stream's work so far."""
 
     def hold(self, mark: Mark) -> None:
-        """What the training stream is given from here on waits for the mark, on the device."""
+        """Work given to the training stream from here on waits for the mark, on the device."""
 
     def capturing(self) -> bool:
-        """Whether the training stream only records its work into a graph."""
+        """Whether the training stream is only recording its work into a graph."""
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """The device's time between two marks that it has come past."""
+        """The device's time between two marks that it has passed."""
 
     def recycle(self, marks: Iterable[Mark]) -> None:
-        """The marks are not needed any more."""
+        """The marks are no longer needed."""
 
     def memory(self) -> DeviceMemory: ...
 
@@ -248,7 +245,7 @@ class CudaLane:
         copy_within(to, source)
 
     def to_host(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-        if to:  # one call for all: a loop in C++ over asynchronous copies
+        if to:  # one call for all of them: a loop in C++ over asynchronous copies
             torch._foreach_copy_(list(to), list(source), non_blocking=True)
 
 
@@ -259,16 +256,16 @@ def _event() -> torch.cuda.Event:
 def is_locked(buffer: torch.Tensor) -> bool:
     """Whether host memory is page-locked, from its first byte to its last.
 
-    Asked of tensors made for the purpose, since torch looks at where a tensor's whole storage begins.
+    Tensors made for the purpose are asked, since torch looks at where a tensor's whole storage begins.
     """
     whole = buffer.view(-1).numpy()
     return torch.from_numpy(whole).is_pinned() and torch.from_numpy(whole[-1:]).is_pinned()
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """What could be allocated: free, or kept in one piece by torch's caching allocator.
+    """What could be allocated: memory that is free, or kept in one piece by torch's caching allocator.
 
-    Remainders of blocks that are partly in use are not counted: whether they fit is luck.
+    Remainders of blocks that are partly in use do not count: whether they fit is a matter of luck.
     """
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
@@ -299,9 +296,9 @@ def copy_within(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], *, l
 
 ALIGNMENT = 512
 BUCKET = 1024**3
-"""A clone is made of allocations of at most this size (or of one larger piece), to fit where room is."""
+"""A clone is made of allocations of at most this size (or of one larger piece), to fit into free gaps."""
 TIMEOUT = 600.0
-"""Seconds after which a copy that has not ended is taken to hang."""
+"""Seconds after which a copy that has not ended is taken to be hanging."""
 _POLL = 0.0002
 
 
@@ -316,9 +313,9 @@ class TensorPiece:
 
 
 class Owned:
-    """The memory that torch optimizers own: their parameters and state, which change in their `step` only.
+    """The memory that torch optimizers own: their parameters and state, which change only in their `step`.
 
-    An optimizer whose `step` does not call torch's hooks is left out, because nothing would wait in it.
+    An optimizer whose `step` does not call torch's hooks is left out, because its step would not wait.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -338,7 +335,7 @@ class Owned:
                     self._owners[(local.device, local.data_ptr(), local.nbytes)] = tensor
 
     def owner(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The optimizer's own tensor over the same memory, whose version moves when that is written."""
+        """The optimizer's own tensor over the same memory, whose version changes when that is written."""
         return self._owners.get((tensor.device, tensor.data_ptr(), tensor.nbytes))
 
     def nbytes(self, pieces: Iterable[TensorPiece]) -> int:
@@ -355,8 +352,8 @@ class _Share:
     pieces: list[TensorPiece] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
-    """Which of the pieces: read straight from live memory; cloned first; read from a contiguous copy that had
-    to be made anyway; copied at once. What has no bytes is in none of the four."""
+    """The next four sort the pieces: read straight from live memory; cloned first; read from a contiguous
+    copy that had to be made anyway; copied at once. A piece without bytes is in none of them."""
     cloned: list[int] = field(default_factory=list)
     apart: list[int] = field(default_factory=list)
     blocked: list[int] = field(default_factory=list)
@@ -364,7 +361,7 @@ class _Share:
     clones: list[torch.Tensor] = field(default_factory=list)
     """Where in the buckets each of `cloned` goes."""
     watched: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
-    """Of each live piece: what to call it, the optimizer's tensor, and its version."""
+    """For each live piece: what to call it, the optimizer's tensor, and its version."""
 
     def divide(self, way: Way, owned: Owned | None) -> None:
         self.live, self.cloned, self.apart, self.blocked, self.watched = [], [], [], [], []
@@ -392,7 +389,7 @@ class InFlight:
     def __init__(self, way: Way, notes: list[str], timeout: float) -> None:
         self.way: Way = way
         self.notes = notes
-        """What was not done as asked, and why; empty if everything was."""
+        """What was not done as asked, and why; empty if all was."""
         self._timeout = timeout
         self._lock = threading.RLock()
         self._held: list[object] = []
@@ -425,17 +422,17 @@ class InFlight:
         return _until(self.done, timeout)
 
     def boundary(self) -> None:
-        """To be called at the next step boundary, and harmless at any: live tensors may change after it."""
+        """Call it at the next step boundary; harmless at any other. Live tensors may change after it."""
         self._let_change()
         self._unhook()
 
     def torn(self) -> str:
-        """What was changed while it was copied; empty if nothing is known to be. Final once `done`."""
+        """What was changed while it was being copied; empty if nothing is known. Final once `done`."""
         with self._lock:
             return self._torn
 
     def fingerprints(self) -> list[str]:
-        """Of each piece, in the order given, as it was on its device at `begin`."""
+        """One for each piece, in the order given, as it was on its device at `begin`."""
         if not self.done():
             raise UsageError("a snapshot's fingerprints were asked for before it was done; wait for it first")
         with self._lock:
@@ -453,7 +450,7 @@ class InFlight:
         return self._copy_seconds
 
     def release(self) -> None:
-        """Lets go of everything; waits for a copy under way, since nobody may reuse the buffer under it."""
+        """Lets go of everything; waits for a copy under way, so that nobody reuses the buffer beneath it."""
         self._unhook()
         if not self.wait(self._timeout):
             raise SaveFailedError(_hangs(self._timeout))
@@ -469,13 +466,13 @@ class InFlight:
             self._ends, self._live, self._urgent, self._watched, self._fingerprints = [], [], [], [], []
 
     def _before_step(self, _optimizer: object, _args: object, _kwargs: object) -> None:
-        # A step that is captured into a graph changes nothing now; its replays call no hook. Its versions are
-        # then found changed at the boundary, and rightly so: nothing would wait in such a step.
+        # A step that is captured into a graph changes nothing now, and its replays call no hook. The boundary
+        # then finds the versions changed, and rightly so: such a step would not have waited.
         if not any(lane.capturing() for lane, _ in self._live):
             self._let_change()
 
     def _let_change(self) -> None:
-        """What the training stream is given from here on waits for the copy from live tensors."""
+        """Work given to the training stream from here on waits for the copy from live tensors."""
         with self._lock:
             if not self._done:
                 self._judge()
@@ -483,7 +480,7 @@ class InFlight:
                     lane.hold(mark)
 
     def _judge(self) -> None:
-        """Compares versions, once: after the first wait, or after the copy, a change does no harm."""
+        """Compares versions, once only: after the first wait, or after the copy, a change does no harm."""
         if self._judged:
             return
         self._judged = True
@@ -496,7 +493,7 @@ class InFlight:
             )
 
     def _unhook(self) -> None:
-        # Never from the hook itself or another thread: torch iterates over its hooks while it calls them.
+        # Never from the hook itself or from another thread: torch iterates over its hooks as it calls them.
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -512,12 +509,12 @@ class DeviceStager:
         self._tables = fingerprint.Tables()
 
     def prepare(self, device: torch.device) -> None:
-        """Pays at start-up for what the first snapshot from a device would: a stream, compiling a kernel."""
+        """Pays at start-up what the first snapshot from a device would cost: a stream, compiling a kernel."""
         self._lane(device)
         fingerprint.prepare(device)
 
     def memory(self, device: torch.device) -> DeviceMemory:
-        """What `policy.snapshot.choose` wants to know of a device."""
+        """What `policy.choose_snapshot` wants to know about a device."""
         return self._lane(device).memory()
 
     def begin(
@@ -526,13 +523,13 @@ class DeviceStager:
         """Starts a snapshot of `pieces` as they are now on the current streams of their devices.
 
         Only what is in `owned` is ever overlapped; without it, a clone that does not fit becomes a block.
-        The buffer must stay, unread, until the snapshot is done.
+        The buffer must stay, and not be read, until the snapshot is done.
         """
         _check(pieces, buffer)
         with torch.no_grad():
             shares = self._shares(pieces)
             prints = []
-            for share in shares:  # first of all: whatever goes wrong afterwards differs from them
+            for share in shares:  # before all else: whatever goes wrong afterwards then differs from them
                 with share.lane.guard():
                     prints.append((share.indices, fingerprint.begin(share.sources, tables=self._tables)))
             way, notes = _divide(shares, buffer, way, owned)
@@ -542,7 +539,7 @@ class DeviceStager:
                 with share.lane.guard():
                     share.clones = _places(share)
                     share.lane.within(share.clones, share.bytes_of(share.cloned))
-            # While the devices do that:
+            # While the devices are doing that:
             places = cut(buffer, [(piece.offset, piece.nbytes) for piece in pieces])
             for share in shares:
                 with share.lane.guard():
@@ -604,7 +601,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(memory: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Views of flat memory at each (start, length), made in one call: one each takes longer than the copies.
+    """Views of flat memory at each (start, length), in one call: one call each takes longer than the copies.
 
     Raises UsageError where two of them overlap.
     """
@@ -628,7 +625,7 @@ def cut(memory: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[torch.T
 def _divide(
     shares: list[_Share], buffer: torch.Tensor, way: Way, owned: Owned | None
 ) -> tuple[Way, list[str]]:
-    """Decides how every piece is copied and allocates the clones; the way that it has become, and why."""
+    """Decides how every piece is copied and allocates the clones; returns the way it came to, and why."""
     notes: list[str] = []
     if way != "block" and not all(share.lane.pinned(buffer) for share in shares):
         notes.append(
@@ -648,14 +645,14 @@ def _divide(
             share.divide(way, owned)
         short = _allocate(shares)
     if short:
-        notes.append(f"{short}; training waits until what no optimizer owns was copied")
+        notes.append(f"{short}; training waits until whatever no optimizer owns has been copied")
         for share in shares:
             share.blocked, share.cloned = share.cloned, []
     return way, notes
 
 
 def _allocate(shares: list[_Share]) -> str:
-    """Allocates the clones of all devices, or none and says why.
+    """Allocates the clones of all devices, or none of them; then returns why.
 
     Looks before it asks: an allocation that fails makes torch give back its whole cache first, which is slow.
     """
@@ -711,7 +708,7 @@ def _places(share: _Share) -> list[torch.Tensor]:
 
 
 def _launch(flight: InFlight, share: _Share, places: list[torch.Tensor]) -> None:
-    """Starts the copies to the host: on the training stream first, then on the side stream."""
+    """Starts the copies to the host: first on the training stream, then on the side stream."""
 
     def host(positions: list[int]) -> list[torch.Tensor]:
         return [places[share.indices[at]] for at in positions]
@@ -733,5 +730,5 @@ def _launch(flight: InFlight, share: _Share, places: list[torch.Tensor]) -> None
             lane.to_host(host(share.cloned + share.apart), share.clones + share.bytes_of(share.apart))
             flight._ends.append((lane, begun, lane.mark()))
     flight._watched += share.watched
-    # Live memory too: the storage of a parameter may be replaced, and must not be freed under the copy.
+    # Live memory too: a parameter's storage may be replaced, and must not be freed during the copy.
     flight._held += [share.buckets, share.sources]

@@ -1,11 +1,11 @@
-"""Handing saves over to the writer process: what the two say to each other, and the line between them.
+"""Handing saves over to the writer process: what trainer and writer say to each other, and the line between.
 
 They speak over a stream (process/local_wire.py), which also carries the file descriptor of each staging
-buffer, once. The first message carries the writer's lock (record/lease.py), which is held also while it is
+buffer, once. The first message carries the writer's lock (record/lease.py), which stays held while it is
 on its way.
 
-The trainer never waits for the writer without a deadline, not even while the socket is full. What is under
-way, and what becomes of it when a writer dies, the saver knows (saver.py).
+The trainer never waits for the writer without a deadline, not even while the socket is full. The saver
+(saver.py) knows what is under way, and what becomes of it when a writer dies.
 
 The writer process imports this module too, so torch must not be imported here.
 """
@@ -42,7 +42,7 @@ NO_SLOT = -1
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """The first message: who the writer works for. On rank 0 the writer's lock may come with it."""
+    """The first message: whom the writer works for. On rank 0 the writer's lock may come with it."""
 
     run_dir: str
     run: str
@@ -58,7 +58,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     keep: int = 2
     """Checkpoints that the local tier keeps."""
     trainer: int = 0
-    """Its process id, which the writer's parent has for as long as the trainer lives; 0: not told."""
+    """Its process id: the id of the writer's parent for as long as the trainer lives; 0: not known."""
 
 
 class UseBuffer(msgspec.Struct, frozen=True, tag="buffer"):
@@ -90,11 +90,11 @@ class UsePeers(msgspec.Struct, frozen=True, kw_only=True, tag="peers"):
     timeout: float
     """Seconds that the replicas of one save may take."""
     where: Where | None = None
-    """On rank 0: of all ranks, for `where.json`."""
+    """On rank 0: the places of all ranks, for `where.json`."""
 
 
 class MendCopies(msgspec.Struct, frozen=True, kw_only=True, tag="mend"):
-    """The run has resumed from the local tier: what is missing of that checkpoint here is made again."""
+    """The run has resumed from the local tier: whatever this node lacks of that checkpoint is made again."""
 
     checkpoint: str
     manifest: str
@@ -102,12 +102,12 @@ class MendCopies(msgspec.Struct, frozen=True, kw_only=True, tag="mend"):
     home: str
     """Where the manifest is."""
     assembly: str
-    """Where it is written which place holds what."""
+    """The file that says which place holds what."""
     directory: str
-    """Where the global tier has it, if it has."""
+    """Where the global tier has the checkpoint, if it does."""
     rank: int
     ranks: list[int]
-    """Whose shards this rank sees to, by who saved them."""
+    """The ranks whose shards, as saved by them, this rank sees to."""
     places: PlaceMap
     tier: str
     node: str
@@ -118,30 +118,30 @@ class MendCopies(msgspec.Struct, frozen=True, kw_only=True, tag="mend"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """The run is at its end: what is being sent to peers need not be waited for."""
+    """The run is at its end: no need to wait for what is being sent to peers."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):
-    """One save, as all who have to do with it know it: from its snapshot to what became of it."""
+    """One save, as everyone involved knows it: from its snapshot to what became of it."""
 
     name: CheckpointName
     serial: int
     """Counts the snapshots of an attempt, on every rank alike."""
     diagnostic: bool = False
     local: bool = False
-    """It is to be committed in the local tier,"""
+    """Whether it is to be committed in the local tier."""
     globally: bool = True
-    """and in the checkpoint root."""
+    """Whether it is to be committed in the checkpoint root."""
     asked: float = 0.0
-    """Wall-clock time at which it was asked for."""
+    """Wall-clock time at which it was requested."""
     blocked: float = 0.0
     """Seconds for which training was held up."""
     waited: float = 0.0
-    """Of these, for an earlier save to let go of its memory."""
+    """How many of these were spent waiting for an earlier save to let go of its memory."""
 
     @property
     def drains(self) -> bool:
-        """Whether it comes to the root from the local tier, where it was committed before."""
+        """Whether it reaches the root from the local tier, where it was committed first."""
         return self.local and self.globally
 
     @property
@@ -162,15 +162,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     deadline: float = 0.0
     """When they are over, by the clock of the writer, which fills it in."""
     manifest: Manifest | None
-    """On rank 0; complete but for the files and the parent."""
+    """On rank 0 only; complete except for the files and the parent."""
     failed: str = ""
-    """The snapshot could not be staged on this rank; the others must learn of it."""
+    """Why the snapshot could not be staged on this rank, if so; the others must learn of it."""
     again: bool = False
-    """An earlier writer may have begun with it."""
+    """An earlier writer may have begun it already."""
     image: str = ""
-    """Of a local one: the image that is to hold it. In memory, that is the buffer itself."""
+    """For a local save: the image that is to hold it. In memory, that is the buffer itself."""
     slot: int = NO_SLOT
-    """The image's index; the same as the buffer's where it is that."""
+    """The image's index; the buffer's own where the image is the buffer."""
 
 
 class BufferFree(msgspec.Struct, frozen=True, tag="free"):
@@ -179,7 +179,7 @@ class BufferFree(msgspec.Struct, frozen=True, tag="free"):
 
 
 class JobDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """This rank's part is written; on rank 0, all is committed."""
+    """This rank's part is written; on rank 0, the whole save is committed."""
 
     serial: int
     seconds: float
@@ -212,17 +212,17 @@ def spawn(descriptor: int) -> subprocess.Popen[bytes]:
 
 
 class WriterConnection:
-    """The line to the present writer process, and what that process has been told; nothing of any save."""
+    """The line to the current writer process, and what that process has been told; knows nothing of saves."""
 
     def __init__(self, start: Start) -> None:
         self._start = start
         self._writer: Companion[Stream[ToTrainer]] | None = None
         self._plans: set[int] = set()
-        """Numbers of those that it knows."""
+        """Numbers of the plans that it knows."""
         self._buffers: dict[int, int] = {}
-        """Sizes of those that it has, by index."""
+        """Sizes of the buffers that it has, by index."""
         self._orders: dict[type, UsePeers | MendCopies] = {}
-        """For each writer that takes the place of this one, too."""
+        """Kept for every writer that takes this one's place, too."""
 
     @property
     def pid(self) -> int | None:
@@ -233,9 +233,9 @@ class WriterConnection:
         return self._writer is not None and self._writer.code is not None
 
     def launch(self, first: str) -> None:
-        """Start the process, if it does not run, which is to work on this save `first`. Returns at once."""
+        """Start the process, unless it is running; it is to work on save `first`. Returns at once."""
         if self._writer is not None:
-            return  # if it has died, that shows in the next exchange, and is seen to there
+            return  # if it has died, the next exchange shows that and sees to it
         try:
             self._writer = Companion(spawn, Stream.pair(ToTrainer))
         except OSError as error:
@@ -246,7 +246,7 @@ class WriterConnection:
             self._say(order)
 
     def _send_start(self, first: str) -> None:
-        """With rank 0's sign of life: a message under way holds the lock until the writer reads it."""
+        """With rank 0's sign of life: while it is under way, the message holds the lock for the writer."""
         start, locked = self._start, None
         if start.rank == 0:
             locked = lock_for_writer(Path(start.run_dir), start.epoch, first)
@@ -257,15 +257,15 @@ class WriterConnection:
                 os.close(locked)
 
     def order(self, order: UsePeers | MendCopies) -> None:
-        """What the writer does beside the saves, from now on; one that takes its place is told too."""
+        """What the writer does beside the saves, from now on; a writer that takes its place is told too."""
         self._orders[type(order)] = order
         if self._writer is not None:
             with contextlib.suppress(Gone, SaveFailedError):
                 self._say(order)
 
     def hand_over(self, job: Job, plan: Plan, buffer: Buffer) -> None:
-        """With what the writer needs for it and does not know. Raises Gone, or SaveFailedError."""
-        # Without memory there is nothing to map, only a failure to be told; a slot may be closed for good.
+        """Send a job, preceded by what the writer needs for it and lacks. Raises Gone, or SaveFailedError."""
+        # Without memory there is nothing to map, only a failure to report; a slot may be closed for good.
         if buffer.size and buffer.descriptor >= 0 and self._buffers.get(buffer.index) != buffer.size:
             self._say(UseBuffer(buffer.index, buffer.size), buffer.descriptor)
             self._buffers[buffer.index] = buffer.size
@@ -284,14 +284,14 @@ class WriterConnection:
             raise SaveFailedError(f"the writer process read nothing for {SEND_TIMEOUT:g} s") from None
 
     def receive(self, timeout: float) -> ToTrainer | None:
-        """The next message; None if there is none by then. Raises Gone after the last one of all."""
+        """The next message; None if none comes in time. Raises Gone once there will be no more."""
         if self._writer is None:
             raise Gone
         received = self._writer.line.receive(timeout)
         return received[0] if received is not None else None
 
     def end(self, *, kill: bool = False) -> str:
-        """Let go of the process; how it ended, in words."""
+        """Let go of the process; returns how it ended, in words."""
         writer, self._writer = self._writer, None
         if writer is None:
             return "it was not running"
@@ -300,13 +300,13 @@ class WriterConnection:
         writer.hang_up()
         code = writer.wait(5.0)
         if code is None:
-            return "it does not end"  # stuck in the kernel; its socket is closed, so it will when it can
+            return "it does not end"  # stuck in the kernel; its socket is closed, so it ends when it can
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def abandon(self, *, await_at_exit: float) -> None:
-        """Let the writer finish by itself what it was handed, and exit.
+        """Let the writer finish on its own what it was handed, and exit.
 
-        `await_at_exit`: seconds for which the interpreter, if it ends without an error, waits for that.
+        `await_at_exit`: how many seconds the interpreter waits for that, if it ends without an error.
         """
         if self._writer is not None:
             self._writer.hang_up()
@@ -314,7 +314,7 @@ class WriterConnection:
         self._writer = None
 
     def close(self, timeout: float = 5.0) -> None:
-        """Nothing is outstanding: the writer exits when its socket is closed."""
+        """For when nothing is outstanding: the writer exits when its socket is closed."""
         if self._writer is not None:
             with contextlib.suppress(Gone, SaveFailedError):
                 self._say(Leave())
@@ -325,7 +325,7 @@ class WriterConnection:
 
 
 def _see_off(process: subprocess.Popen[bytes], await_at_exit: float) -> None:
-    """A thread waits for its end, because this process may go on; the interpreter's end waits so long too."""
+    """A thread waits for it to end, since this process may go on; at exit the interpreter waits too."""
     wait = functools.partial(_await_unless_crashed, process, await_at_exit)
 
     def forget() -> None:
@@ -339,7 +339,7 @@ def _see_off(process: subprocess.Popen[bytes], await_at_exit: float) -> None:
 
 def _await_unless_crashed(process: subprocess.Popen[bytes], timeout: float) -> None:
     if getattr(sys, "last_value", None) is not None:
-        return  # an exception ends this process: whoever started it should learn of that soon
+        return  # an exception is ending this process: whoever started it should learn of that soon
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:

@@ -1,10 +1,10 @@
 """A staged image becomes shards, or is digested where it lies, by several processes if it is large.
 
-The image in memory is the files, byte for byte, so the work can be shared out (`Claims`). Whoever has
-a run of items goes through it slice by slice and does everything with a slice while it is in the processor's
-cache: both digests, the item's and, for the shard's leader, the whole file's; the check against the
-fingerprint that was taken on the tensor's device; and the write to where it belongs. Memory is much slower
-than any of these, so each byte comes from it once. An image that is a local copy already is not written: all
+The image in memory equals the files, byte for byte, so the work can be shared out (`Claims`). A worker
+with a run of items goes through it slice by slice and does everything with a slice while it is in the
+processor's cache: both digests, the item's and, for the shard's leader, the whole file's; the check against
+the fingerprint taken on the tensor's device; and the write to where it belongs. Memory is much slower than
+any of these, so each byte is read from it once. An image that already is a local copy is not written; all
 else is the same. Nothing here imports torch: it runs in the writer process.
 """
 
@@ -48,11 +48,11 @@ from holdfast.errors import SaveFailedError, TornSnapshotError
 #
 # A shard's own digest can only be taken from its first byte to its last, so each shard has a leader, which
 # goes through its runs of items in order and takes both digests of what it has just brought into its cache.
-# Whoever finds no shard left to lead helps: it takes runs from the far end of the shard with the most left to
-# do. A leader that meets its helpers has nothing left of the shard but its own digest.
+# A worker that finds no shard left to lead helps: it takes runs from the far end of the shard with the most
+# left to do. Once a leader meets its helpers, all that is left of the shard is its own digest.
 #
 # Guarantee: each run is given out once, whether to threads or to forks of one process, and a process that
-# dies holds nobody up: the kernel gives its lock back.
+# dies holds nobody up: the kernel releases its lock.
 
 
 _WORD = 8
@@ -66,10 +66,10 @@ class ItemRun(NamedTuple):
 
 
 class Claims:
-    """Which runs are given out: to a leader those before `first`, to helpers those from `end` on."""
+    """Which runs have been given out: those before `first` to a leader, those from `end` on to helpers."""
 
     def __init__(self, runs: Sequence[int], *, forks: bool) -> None:
-        """`runs`: how many each shard has. `forks`: for processes forked from here on, instead of threads."""
+        """`runs`: how many each shard has. `forks`: for processes forked from now on, instead of threads."""
         self._shards = len(runs)
         self._file = -1
         self._memory = mmap.mmap(-1, _WORD * (1 + 2 * self._shards))  # anonymous, and shared with forks
@@ -109,7 +109,7 @@ class Claims:
             return shard
 
     def next_run(self, shard: int) -> bool:
-        """For its leader: whether its next run is its own to do. Once it is not, none will be."""
+        """For the shard's leader: whether the next run is its own to do. Once it is not, none will be."""
         with self._lock:
             if not self._left(shard):
                 return False
@@ -117,7 +117,7 @@ class Claims:
             return True
 
     def help(self) -> ItemRun | None:
-        """A run that its leader would come to last, of the shard with the most left; None: there is none."""
+        """From the shard with the most left, the run its leader would come to last; None if there is none."""
         with self._lock:
             shard = max(range(self._shards), key=self._left, default=0)
             if not self._shards or not self._left(shard):
@@ -126,7 +126,7 @@ class Claims:
             return ItemRun(shard, self._words[self._end(shard)])
 
     def stop(self) -> None:
-        """Give out nothing more: somebody has failed."""
+        """Give out nothing more, because a worker has failed."""
         with self._lock:
             self._words[0] = self._shards
             for shard in range(self._shards):
@@ -134,7 +134,7 @@ class Claims:
 
 
 class _RecordLock(AbstractContextManager[None]):
-    """A lock between processes, which the kernel gives back when its holder dies."""
+    """A lock between processes, which the kernel releases when its holder dies."""
 
     def __init__(self, descriptor: int) -> None:
         self._held = descriptor
@@ -149,12 +149,12 @@ class _RecordLock(AbstractContextManager[None]):
 # Working on a large image in several processes.
 #
 # Threads share one interpreter, which each of them needs between two slices: on many cores they wait for it
-# more than they work. Forks of the writer process do not, and see the same memory; a fork of it is cheap,
+# more than they work. Forks of the writer process do not, and see the same memory; forking it is cheap,
 # because it is small. What each of them does is settled as they go (`Claims`).
 #
-# Guarantee: every child has ended when `in_children` returns or raises, and none outlives its parent. Its
-# wait is bounded by whoever bounds its parent: a trainer ends a writer that is late with a job
-# (handoff.py), the launcher one that has outlived its trainer for too long, and the children end with
+# Guarantee: every child has ended when `in_children` returns or raises, and none outlives its parent. The
+# wait for them is bounded by whatever bounds the parent: a trainer ends a writer that is late with a job
+# (handoff.py), the launcher ends one that has outlived its trainer for too long, and the children end with
 # it.
 
 
@@ -162,7 +162,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Some of the work on an image, done: a run of a shard's items, or (`at` is -1) its whole digest."""
+    """A finished part of the work on an image: a run of a shard's items, or (`at` is -1) its whole digest."""
 
     shard: int
     at: int
@@ -176,12 +176,12 @@ _libc = ctypes.CDLL(None)
 
 
 class _ChildTold(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child says at its end."""
+    """What a child reports at its end."""
 
     pieces: list[Piece] = []
     torn: str = ""
     errno: int = 0
-    """Of an OSError, with its path."""
+    """That of an OSError, with its path below."""
     path: str = ""
     failed: str = ""
     """Anything else, with its traceback."""
@@ -195,7 +195,7 @@ class _Child:
         if self.pid == 0:
             try:
                 _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-                if os.getppid() == parent:  # else it died before that took effect
+                if os.getppid() == parent:  # else the parent died before that took effect
                     _say(writing, _do(tasks))
             finally:
                 os._exit(0)
@@ -203,7 +203,7 @@ class _Child:
         self._reading = reading
 
     def answer(self) -> list[Piece]:
-        """Wait for its end; what it has done, or its error raised."""
+        """Wait for its end; returns what it has done, or raises its error."""
         with os.fdopen(self._reading, "rb") as pipe:
             raw = pipe.read()
         _, status = os.waitpid(self.pid, 0)
@@ -231,9 +231,9 @@ class _Child:
 
 
 def in_children(shares: Sequence[Iterable[Task]]) -> list[Piece]:
-    """Do each share of the tasks in a process of its own; all that they have done.
+    """Do each share of the tasks in a process of its own; returns all that they have done.
 
-    A share may be an iterator: it is only asked for its next task when the one before is done.
+    A share may be an iterator: it is asked for its next task only when the previous one is done.
     """
     children: list[_Child] = []
     try:
@@ -263,18 +263,18 @@ def _say(descriptor: int, told: _ChildTold) -> None:
 
 
 SLICE = 512 * 1024
-"""Looked at at a time: with what the check of a fingerprint needs beside it, small enough for a core's cache;
-large enough that the calls themselves cost little, and that threads rarely wait for the interpreter."""
+"""Bytes handled at a time. Small enough for a core's cache, with what the check of a fingerprint needs beside
+them; large enough that the calls themselves cost little, and that threads rarely wait for the interpreter."""
 LARGE = 512 * 1024 * 1024
-"""From this size on an image is worked on by several processes instead of threads."""
+"""From this size up, an image is worked on by several processes instead of threads."""
 RUN = 16 * 1024 * 1024
-"""Bytes of items that are taken at a time, at least one item."""
+"""Bytes of items that are claimed at a time, at least one item."""
 
 
 def write_image(
     directory: Path, image: memoryview, layout: Layout, prints: Sequence[str], threads: int
 ) -> list[FileEntry]:
-    """Write, check, digest and fsync a rank's shards. What an interrupted write left is replaced."""
+    """Write, check, digest and fsync a rank's shards, replacing what an interrupted write left behind."""
     with contextlib.ExitStack() as files:
         writings = [
             _Writing(layout, shard, prints, _new_file(files, directory / shard.path))
@@ -286,7 +286,7 @@ def write_image(
 def digest_image(
     image: memoryview, layout: Layout, prints: Sequence[str], threads: int, into: int | None = None
 ) -> list[FileEntry]:
-    """Check and digest a rank's shards in memory; `into` is a file that gets the image too, not synced."""
+    """Check and digest a rank's shards in memory; the file `into`, if any, gets the image too, unsynced."""
     writings = [
         _Writing(layout, shard, prints, None if into is None else _Target(into, shard.start))
         for shard in layout.shards
@@ -300,14 +300,14 @@ def _work_through(writings: list[_Writing], image: memoryview, threads: int) -> 
     workers = max(1, min(threads if forks else threads + 1, sum(runs)))
     with Claims(runs, forks=forks) as claims:
         if forks and any(writing.needs_numpy() for writing in writings):
-            fingerprints.prepare_host()  # here once, and not in each of them
+            fingerprints.prepare_host()  # once here, rather than in each of them
         shares = [_work(writings, image, claims) for _ in range(workers)]
         pieces = in_children(shares) if forks else _in_threads(shares)
     for piece in pieces:
         writings[piece.shard].take(piece)
     if len(writings) == 1:
         return [writings[0].finish()]
-    with ThreadPoolExecutor(threads) as pool:  # making files durable waits for disks
+    with ThreadPoolExecutor(threads) as pool:  # making files durable means waiting for disks
         return list(pool.map(lambda writing: writing.finish(), writings))
 
 
@@ -320,7 +320,7 @@ def _in_threads(shares: Sequence[Iterator[Task]]) -> list[Piece]:
 
 
 def _work(writings: Sequence[_Writing], image: memoryview, claims: Claims) -> Iterator[Task]:
-    """What one thread or process has to do, settled as it goes: each is done before the next is asked for."""
+    """What one thread or process has to do, settled as it goes: a task is done before the next is taken."""
     while (shard := claims.lead()) is not None:
         for task in writings[shard].led(shard, image, claims):
             yield functools.partial(_or_stop, claims, task)
@@ -343,7 +343,7 @@ class _Target(NamedTuple):
     descriptor: int
     start: int = 0
     path: str = ""
-    """Of a file of its own, which is made durable; empty: it lies in an image among others."""
+    """Path of the shard's own file, which is made durable; empty: the shard lies in an image among others."""
 
 
 def _new_file(files: contextlib.ExitStack, path: Path) -> _Target:
@@ -354,7 +354,7 @@ def _new_file(files: contextlib.ExitStack, path: Path) -> _Target:
 
 
 class _Whole:
-    """A shard's own digest, taken as the work on it moves on."""
+    """A shard's own digest, taken as the work on it advances."""
 
     def __init__(self, image: memoryview, start: int) -> None:
         self._image = image
@@ -379,16 +379,18 @@ class _Writing:
         self.runs = _runs(layout.items_of(shard), prints[shard.first : shard.first + shard.count])
         self._digest = ""
         self._done: dict[int, list[Chunk]] = {}
-        """Chunks of the runs that are done, by their order."""
+        """Chunks of the runs that are done, by the run's position."""
 
     def needs_numpy(self) -> bool:
-        """Whether a fingerprint is to be checked that was taken on a device."""
+        """Whether any fingerprint to be checked was taken on a device."""
         return any(
-            fingerprints.kind_of(one) == fingerprints.DEVICE for _, expected in self.runs for one in expected
+            fingerprints.kind_of(taken) == fingerprints.DEVICE
+            for _, expected in self.runs
+            for taken in expected
         )
 
     def led(self, shard: int, image: memoryview, claims: Claims) -> Iterator[Task]:
-        """What its leader has to do, as the `shard`-th of several."""
+        """What the shard's leader has to do; it is the `shard`-th of several."""
         whole = _Whole(image, self._shard.start)
         for at in range(len(self.runs)):
             if not claims.next_run(shard):
@@ -408,7 +410,7 @@ class _Writing:
             )
 
     def take(self, piece: Piece) -> None:
-        """What somebody has done of it."""
+        """Take in a part of it that some worker has done."""
         if piece.at < 0:
             self._digest = piece.digest
         else:
@@ -416,7 +418,7 @@ class _Writing:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """An error of the disk says in which file."""
+        """Make an error of the disk say which file it concerns."""
         try:
             yield
         except OSError as error:
@@ -452,7 +454,7 @@ def _do_run(
     prints: Sequence[str],
     whole: _Whole | None,
 ) -> list[Chunk]:
-    """Digest, check and write some items of the shard that begins at `start` of the image."""
+    """Digest, check and write some items of the shard that begins at `start` in the image."""
     chunks: list[Chunk] = []
     handed_over = items[0].offset
     for item, expected in zip(items, prints, strict=True):
@@ -478,7 +480,7 @@ def _do_run(
 
 
 def _slices(*bounds: int) -> Iterator[tuple[int, int]]:
-    """From the first bound to the last, none across one between."""
+    """Slices from the first bound to the last, none of them across a bound in between."""
     for start, end in itertools.pairwise(bounds):
         for at in range(start, end, SLICE):
             yield at, min(at + SLICE, end)

@@ -1,12 +1,13 @@
 """Copies on the nodes: the commit in the local tier, replicas to peers, and mending after a resume.
 
-Guarantee: beside training, and never in its way: a thread of the writer process, one copy at a time, each by
-a deadline, every source of a shard asked once. A copy counts only once every file that lies in its image has
-the digest of the manifest. It takes room that is free, and nothing is given up for it. Where it fails, what
-is there stays as it is, the journal says so, and the next save brings the copy back as it would have anyway.
+Guarantee: mending runs beside training and never in its way: in a thread of the writer process, one copy at a
+time, each by a deadline, asking every source of a shard once. A copy counts only once every file that lies in
+its image has the digest given in the manifest. It uses only room that is free; nothing is given up for it. If
+it fails, what is there stays as it is, the journal says so, and the next save brings the copy back as it
+would have anyway.
 
-Replicas that the resume did not need were not read by it. They are verified here before they are relied on
-any longer; a bad one is quarantined, and made again.
+The resume did not read the replicas that it did not need. They are verified here before anyone relies on
+them further; a bad one is quarantined, and made again.
 """
 
 from __future__ import annotations
@@ -74,16 +75,16 @@ from holdfast.record import (
 # Sends replicas of what was committed locally to the peers, beside everything else.
 #
 # Guarantee: no save ever waits for a replica. One checkpoint is sent at a time; if another is committed while
-# one waits for its turn, the older is left out and that is said. Whatever goes wrong is journalled and
-# touches neither the own copy nor the run. The place that holds a replica has verified it against the digests
-# that were taken here, before it says so.
+# one waits for its turn, the older is left out, and the journal says so. Whatever goes wrong is journalled
+# and harms neither this rank's own copy nor the run. A place that says it holds a replica has first verified
+# it against the digests that were taken here.
 
 
 SUPERSEDED = "superseded: a newer checkpoint was committed before this one's turn came"
 
 
 def quarantine(tier: LocalTier, record: CopyRecord, why: str, journal: JournalWriter) -> None:
-    """A copy of ours turned out to be bad: it counts no more, and the journal says why."""
+    """A copy of ours turned out to be bad: it no longer counts, and the journal says why."""
     tier.quarantine(record, why)
     bad = CopyQuarantined(
         checkpoint=record.checkpoint, node=tier.record.node, kind=record.kind, reasons=[why]
@@ -108,7 +109,7 @@ class ReplicaSender:
             self._peers = peers
 
     def send(self, committed: LocalCommit) -> None:
-        """Send it when what is being sent is done; never waits."""
+        """Send it once whatever is being sent now is done; never waits."""
         with self._changed:
             if self._peers is None or not self._peers.targets:
                 return
@@ -150,7 +151,7 @@ class ReplicaSender:
             self._failed(committed, target, str(error))
         else:
             local_manifest.confirm_replica(self._control, record.name, record.rank, place)
-            if record.rank == 0:  # one word a save is enough; who confirmed what is in the records
+            if record.rank == 0:  # one line a save is enough; the records say who confirmed what
                 self._journal.write(
                     CopyReplicated(
                         checkpoint=record.checkpoint,
@@ -174,7 +175,7 @@ class ReplicaSender:
         )
 
     def close(self, timeout: float) -> None:
-        """Wait until nothing is being sent, at most so long."""
+        """Wait until nothing is being sent, for at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._sending and (left := deadline - time.monotonic()) > 0:
@@ -183,7 +184,7 @@ class ReplicaSender:
 
 MAX_ASSEMBLY_BYTES = 256 * 1024 * 1024
 LEAVE = 2.0
-"""Seconds for which the end of the writer waits for a copy that is being given up."""
+"""Seconds for which an ending writer waits for a copy that is being given up."""
 
 
 class _StoppedError(Exception):
@@ -220,7 +221,7 @@ class Mender:
                     self._see_to(tier, name, manifest, rank)
         except _StoppedError:
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must be said, and costs nothing else
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must be reported, and do no other harm
             self._warn(f"the copies of {order.checkpoint} on {order.node} were not looked after: {error}")
 
     def _see_to(self, tier: LocalTier, name: CheckpointName, manifest: Manifest, rank: int) -> None:
@@ -248,15 +249,15 @@ class Mender:
             self._quarantine(tier, record, [str(problem) for problem in problems])
         return not problems
 
-    def _quarantine(self, tier: LocalTier, record: CopyRecord, told: list[str]) -> None:
-        if tier.quarantine(record, "; ".join(told)):
+    def _quarantine(self, tier: LocalTier, record: CopyRecord, reasons: list[str]) -> None:
+        if tier.quarantine(record, "; ".join(reasons)):
             self._journal.write(
                 CopyQuarantined(
-                    checkpoint=record.checkpoint, node=self._order.node, kind=record.kind, reasons=told
+                    checkpoint=record.checkpoint, node=self._order.node, kind=record.kind, reasons=reasons
                 )
             )
 
-    # --- making one -----------------------------------------------------------------------------------------
+    # --- making a copy --------------------------------------------------------------------------------------
 
     def _make(self, tier: LocalTier, name: CheckpointName, rank: int, files: list[FileEntry]) -> None:
         order, started = self._order, time.monotonic()
@@ -302,7 +303,7 @@ class Mender:
             tier,
             self._control,
             rank=order.rank,
-            here=frozenset(one for one, place in enumerate(order.places.ranks) if place == at),
+            here=frozenset(rank for rank, place in enumerate(order.places.ranks) if place == at),
             node=order.node,
             limit=order.max_bytes,
             keep=order.keep,
@@ -325,7 +326,7 @@ class Mender:
                         raise CheckpointError(why)
 
     def _read(self, shard: ShardSource, entry: FileEntry, view: memoryview, deadline: float) -> str:
-        """Read a file to where it is to lie; why what lies there is not it, empty if it is."""
+        """Read a file to where it is to lie; returns what is wrong with it there, empty if nothing."""
         digest = xxhash.xxh3_128()
         try:
             at = 0
@@ -350,7 +351,7 @@ class Mender:
 
 
 def _announce(name: CheckpointName, manifest: str, rank: int, files: list[FileEntry]) -> Announcement:
-    """What the image is to hold: the files one after the other, each from a page's beginning."""
+    """What the image is to hold: the files one after another, each starting at the beginning of a page."""
     listed, start = [], 0
     for entry in files:
         chunks = [AnnouncedChunk(chunk.offset, chunk.length, chunk.digest) for chunk in entry.chunks]
@@ -369,16 +370,16 @@ def _announce(name: CheckpointName, manifest: str, rank: int, files: list[FileEn
 # Guarantee: a copy's record is written only for bytes that were digested after the image was locked, and that
 # the one manifest lists. Nobody stages into an image that is locked; a newer attempt claims its epoch before
 # it looks for slots, so a writer that passed the fence with the lock held may still commit, a later one may
-# not. A checkpoint is on the lineage once its commit record is there, which rank 0 writes under the fence
-# after the manifest is durable. Everything may be done again after a cut: the digests are taken anew, what
-# was sealed stays as it is.
+# not. A checkpoint is on the lineage once its commit record exists, which rank 0 writes under the fence
+# after the manifest is durable. Everything may be done again after an interruption: the digests are taken
+# anew, and what was sealed stays as it is.
 
 
 SPARE_MANIFESTS = 2
-"""Kept beyond the checkpoints that places keep, whose oldest copies may just be read."""
+"""Kept beyond the checkpoints that places keep, since somebody may be reading the oldest copies."""
 
 Wait = Callable[[int], None]
-"""Called with a rank while something of it is missing; returns after a moment, or raises."""
+"""Called with a rank while something from it is missing; returns after a moment, or raises."""
 
 
 class LocalCommit(msgspec.Struct, frozen=True, kw_only=True):
@@ -413,7 +414,7 @@ class LocalCommitter:
         return local_manifest.folder(self._control, name)
 
     def done_before(self, job: Job) -> LocalCommit | None:
-        """What an earlier writer has committed of this job, to its end."""
+        """The commit of this job, if an earlier writer completed it."""
         name = job.save.name
         record = self.tier.find(str(name), self._start.rank)
         if record is None or record.image != job.image:
@@ -425,7 +426,7 @@ class LocalCommitter:
 
     @contextlib.contextmanager
     def at_work(self, job: Job) -> Iterator[int]:
-        """Hold the image from the fence to the commit; its descriptor."""
+        """Hold the image from the fence to the commit; yields its descriptor."""
         name = job.save.name
         with self.tier.work_on(job.image) as descriptor:
             if descriptor is None:
@@ -434,7 +435,7 @@ class LocalCommitter:
             yield descriptor
 
     def write(self, job: Job, plan: UsePlan, image: memoryview) -> list[FileEntry]:
-        """Digest this rank's shards, where they lie; where that is not the image, write it too."""
+        """Digest this rank's shards where they lie; if that is not in the image, write the image too."""
         if job.slot == job.buffer:
             return digest_image(image, plan.layout, job.prints, self._start.threads)
         target = os.open(self.tier.images / job.image, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -455,7 +456,7 @@ class LocalCommitter:
         return None
 
     def seal(self, plan: UsePlan, manifest: Manifest, name: CheckpointName, wait: Wait) -> Manifest:
-        """For rank 0: all parts are there, and are what was declared. The checkpoint is on the lineage."""
+        """For rank 0: once all parts are there and are what was declared, put it on the lineage."""
         sealed = self.sealed(name)
         if sealed is None:
             assert plan.declared is not None
@@ -503,12 +504,12 @@ class LocalCommitter:
         return LocalCommit(manifest=manifest, record=record, files=files)
 
     def clear_away(self, name: CheckpointName) -> None:
-        """For rank 0: a save that failed before it was sealed leaves nothing."""
+        """For rank 0: a save that failed before it was sealed leaves nothing behind."""
         if self.sealed(name) is None:
             local_manifest.forget(self._control, name)
 
     def tidy(self, name: CheckpointName) -> None:
-        """For rank 0, after a commit: drop what nobody needs of it and of older ones."""
+        """For rank 0, after a commit: drop whatever of it, and of older ones, nobody needs."""
         with contextlib.suppress(OSError):
             remove(self._control.path, local_manifest.LOCAL, str(name), PARTS)
         sealed: list[tuple[float, CheckpointName]] = []
@@ -522,13 +523,13 @@ class LocalCommitter:
             except OSError:
                 if found.step < name.step:  # saves are committed in order: this one failed
                     local_manifest.forget(self._control, found)
-        # By time and not by step: after a rollback higher steps may be the older ones.
+        # By time, not by step: after a rollback the higher steps may be the older ones.
         for _, old in sorted(sealed, reverse=True)[self._start.keep + SPARE_MANIFESTS - 1 :]:
             self._shelve(old)
             local_manifest.forget(self._control, old)
 
     def _shelve(self, name: CheckpointName) -> None:
-        """The commit of a checkpoint that lived in the local tier alone needs no file of its own any more."""
+        """The commit of a checkpoint that lived only in the local tier no longer needs a file of its own."""
         manifest = self.sealed(name)
         if manifest is None:
             return

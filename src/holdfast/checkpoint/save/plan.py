@@ -1,9 +1,9 @@
-"""The plan of a save: who stores what, where. Made once, used until anything changes.
+"""The plan of a save: who stores what, and where. Made once, used until anything changes.
 
 A plan is kept with a signature of the structure it was made for: every name with its kind, dtype, shape,
 place in the whole and world layout. At every save each rank compares its own signature with the plan's; a
 change on any rank makes all of them plan again. So a plan can never be used for a state that it does not
-describe, and while nothing changes, nothing but a few summed integers is exchanged.
+describe, and as long as nothing changes, only a few summed integers are exchanged.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from holdfast.record import Group, gather, scatter
 
 # Which tensors several ranks hold alike, and whether they still do.
 #
-# One rank stores such a tensor for all. That is right only while they are alike, so every save checks it:
-# each rank adds one number to a sum over all ranks, and the sum is zero if nothing has drifted apart. For
+# One rank stores such a tensor for all. That is right only while their copies are alike, so every save checks
+# it: each rank adds one number to a sum over all ranks, and the sum is zero if nothing has drifted apart. For
 # each set of ranks that share some tensors, their digests are weighted with random coefficients that add up
-# to nothing, so that a difference between them goes unseen about once in 2^60.
+# to zero, so that a difference between them goes unseen about once in 2^60.
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ def find_sharings(digests: Sequence[Mapping[str, str]]) -> list[Sharing]:
 
 
 def term(sharings: Sequence[Sharing], rank: int, digests: Mapping[str, str]) -> int:
-    """What this rank adds to the sum; all terms add up to 0 modulo 2^64 if ranks still hold the same."""
+    """What this rank adds to the sum; all terms add up to 0 modulo 2^64 if the ranks still hold the same."""
     total = 0
     for sharing in sharings:
         contents = xxhash.xxh3_64_intdigest("".join(digests[name] for name in sharing.names).encode())
@@ -102,9 +102,9 @@ def _odd(rank: int) -> int:
 
 # DCP's save planner, made safe for tensors that share a name but not their contents.
 #
-# DCP takes a plain tensor that several ranks hold under one name for replicated and stores one rank's,
+# When several ranks hold a plain tensor under one name, DCP takes it to be replicated and stores one rank's,
 # whichever has the least to write. That is right for the parameters under DDP and wrong for whatever ranks
-# change on their own, such as BatchNorm's running statistics: a resume would give every rank some other
+# change on their own, such as BatchNorm's running statistics: on resume, every rank would get some other
 # rank's. So each rank sends a digest of every plain tensor along with its plan; where they differ, the lowest
 # rank's is stored under the name itself and each other rank's beside it, as `holdfast.own_<rank>.<name>`, for
 # that rank.
@@ -120,7 +120,7 @@ def own_prefix(rank: int) -> str:
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """Plans one state dict. `digests` are those of its plain tensors."""
+    """Plans one state dict. `digests` throughout are those of its plain tensors."""
 
     def __init__(self, state: dict[str, Any], rank: int, *, is_coordinator: bool) -> None:
         super().__init__(dedup_save_to_lowest_rank=False)
@@ -129,7 +129,7 @@ class SnapshotPlanner(DefaultSavePlanner):
         self._prefix = own_prefix(rank)
         flat: dict[str, Any] = {}
         self._unmapped: dict[str, Any] | None = None
-        """The state as it was given, where a plan still needs to know which names were nested how."""
+        """The state as it was given, where a plan still needs to know how its names were nested."""
         if _flatten(state, "", flat):
             self.state_dict, self.is_coordinator = flat, is_coordinator
             self._unmapped = state
@@ -147,7 +147,7 @@ class SnapshotPlanner(DefaultSavePlanner):
                 with naming(name):
                     create_write_items(name, value)
             raise error
-        # `storage_data` travels to the coordinator unread by anyone else until the global plan is made.
+        # `storage_data` travels to the coordinator; nobody else reads it before the global plan is made.
         return dataclasses.replace(plan, storage_data=dict(digests))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -165,7 +165,7 @@ class SnapshotPlanner(DefaultSavePlanner):
         return super().lookup_object(dataclasses.replace(index, fqn=index.fqn.removeprefix(self._prefix)))
 
     def tensor_of(self, item: WriteItem) -> torch.Tensor:
-        """The live tensor that an item stores: alias, not copy."""
+        """The live tensor that an item stores: an alias, not a copy."""
         value = self.state_dict.get(item.index.fqn.removeprefix(self._prefix))
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             return cast("torch.Tensor", value).detach()
@@ -179,7 +179,7 @@ class SnapshotPlanner(DefaultSavePlanner):
         return data.detach()
 
     def plain_tensors_of(self, names: Sequence[str]) -> list[torch.Tensor] | None:
-        """The live tensors that items of these names store, if all of them are plain, and stored whole."""
+        """The live tensors that items of these names store, if all of them are plain and stored whole."""
         try:
             found = [self.state_dict[name] for name in names]
         except KeyError:
@@ -200,7 +200,7 @@ class SnapshotPlanner(DefaultSavePlanner):
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> bool:
-    """As DCP's own does, in a tenth of the time; False if there is anything that only that one knows."""
+    """Does what DCP's own does, in a tenth of the time; False if anything needs DCP's own."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
@@ -323,13 +323,13 @@ class Plan:
     sharings: list[Sharing]
     """Those that this rank has a part in."""
     declared: Declared | None
-    """On rank 0."""
+    """Only on rank 0."""
     facts: PlanFacts = field(default_factory=PlanFacts)
-    """On rank 0."""
+    """Only on rank 0."""
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of the items."""
+        """The items' names, in order."""
         return [item.index.fqn for item in self.items]
 
     @functools.cached_property
@@ -349,14 +349,14 @@ class Plan:
 
 
 def signature_of(planner: SnapshotPlanner, world: int) -> str:
-    """Of the structure, not the contents: what makes a plan fit."""
+    """The signature of the structure, not the contents: what makes a plan fit."""
     state = planner.state_dict
     if set(map(type, state.values())) == {torch.Tensor}:  # the usual case, of which there may be very many
         try:
             kinds: Iterable[str] = map(_Kinds().__getitem__, map(_facts, state.values()))
             return _digest(world, state, list(kinds))
         except FAILURES:
-            pass  # the slow way names the one that it was
+            pass  # the slow way names the culprit
     kinds = []
     for name, value in state.items():
         try:
@@ -375,7 +375,7 @@ _facts = operator.attrgetter("dtype", "shape", "layout", "requires_grad")
 
 
 class _Kinds(dict[tuple[Any, ...], str]):
-    """What `_kind` says of plain tensors; of many few differ."""
+    """What `_kind` says of plain tensors; even among many, few differ."""
 
     def __missing__(self, facts: tuple[Any, ...]) -> str:
         self[facts] = found = _plain_kind(*facts)
@@ -383,7 +383,7 @@ class _Kinds(dict[tuple[Any, ...], str]):
 
 
 def structure_of(planner: SnapshotPlanner) -> str:
-    """The same of this rank's tracked tensors alone: what a proof that they resume holds for (proof.py)."""
+    """The same for this rank's tracked tensors alone: what a proof that they resume holds for (proof.py)."""
     kinds = [
         f"{name}\t{_kind(value)}"
         for name, value in planner.state_dict.items()
@@ -393,7 +393,7 @@ def structure_of(planner: SnapshotPlanner) -> str:
 
 
 def metadata_of(planner: SnapshotPlanner, plan: Plan) -> Metadata:
-    """What `.metadata` says of the state: on rank 0 that itself, elsewhere what this rank has a part in."""
+    """What `.metadata` says of the state: on rank 0 all of it, elsewhere what this rank has a part in."""
     if plan.declared is not None:
         found = pickle.loads(plan.declared.metadata)
         assert isinstance(found, Metadata)
@@ -440,11 +440,11 @@ def make_plan(
     frames: Frames,
     facts: RankFacts | None = None,
 ) -> Plan:
-    """All ranks together, and all take part in every exchange, whatever went wrong on one of them.
+    """Called by all ranks together; all take part in every exchange, whatever went wrong on one of them.
 
-    A failure before the last exchange is raised on every rank; one after it, on the rank that it befell.
+    A failure before the last exchange is raised on every rank; a later one, only on the rank where it occurs.
     """
-    local: bytes | str  # pickled here, where a failure can still be told
+    local: bytes | str  # pickled here, where a failure can still be reported
     try:
         local = pickle.dumps((planner.local_plan(digests), facts or RankFacts()))
     except FAILURES as error:
@@ -497,14 +497,14 @@ def _plan_for_all(
     metadata.storage_meta = StorageMeta(checkpoint_id=placeholder())
     data = pickle.dumps(metadata)
     check_placeholder(data)
-    metadatas.parse(data)  # what our own reader would refuse at a resume must fail now
+    metadatas.parse(data)  # what our own reader would refuse on resume must fail now
     declared = Declared([layout.declared() for layout in layouts], data)
     replies = [(plan, [s for s in sharings if rank in s.ranks]) for rank, plan in enumerate(final)]
     return replies, declared
 
 
 def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layout, list[ArchiveFrame]]:
-    """Pure: the image of a rank that stores these items, in their order."""
+    """Pure: the image of a rank that stores these items, in this order."""
     places: list[Item] = []
     used: list[ArchiveFrame] = []
     at = 0

@@ -1,19 +1,19 @@
-"""A save, in the foreground or in the background: asked for, staged, written, and what became of it.
+"""A save, in the foreground or in the background: requested, staged, written, and what became of it.
 
-In the foreground the checkpoint of the whole group is committed, or there is none, before `begin` returns.
-Everything that can fail on one rank (collecting the state, making the staged directory, writing, checking,
-committing) ends in an exchange, so that a failure anywhere reaches every rank as the same error and nobody is
-left waiting. A failed save removes what it staged and touches nothing that was committed.
+In the foreground, by the time `begin` returns the checkpoint of the whole group is committed, or there is
+none. Everything that can fail on one rank (collecting the state, making the staged directory, writing,
+checking, committing) ends in an exchange, so that a failure anywhere reaches every rank as the same error and
+nobody is left waiting. A failed save removes what it staged and touches nothing that was committed.
 
-In the background training is held up only until the snapshot is in staging memory. Guarantee: once it is
+In the background, training is held up only until the snapshot is in staging memory. Guarantee: once it is
 copied, this rank's snapshot is outside the trainer and in the hands of a process that outlives it. What is
-copied when `begin` returns is handed over at once; a copy from a device may take longer, and a thread hands
-it over as soon as it is complete. Snapshots are handed over in the order in which they were taken. That a
-snapshot is coming is recorded before it is copied: even an attempt that starts at once, while the writer is
-still starting, does not take the run away from it. Whether it was committed is learnt later, from `poll`.
+copied by the time `begin` returns is handed over at once; a copy from a device may take longer, and a thread
+hands it over as soon as it is complete. Snapshots are handed over in the order in which they were taken. Each
+is announced in a record before it is copied: even an attempt that starts at once, while the writer is still
+starting, does not take the run away from it. Whether it was committed is learned later, from `poll`.
 
-A writer that dies is replaced, and gets again what it had not finished, from the buffers, which the trainer
-still holds; after RESTARTS deaths without a finished save in between, what is under way counts as failed.
+A writer that dies is replaced; its successor gets what was unfinished from the buffers, which the trainer
+still holds. After RESTARTS deaths without a finished save in between, what is under way counts as failed.
 
 Every rank makes the same calls in the same order. All that ranks must agree on (is anyone still busy, does
 the plan still fit) is settled in the one exchange that a snapshot takes.
@@ -79,15 +79,15 @@ log = logging.getLogger("holdfast.checkpoint")
 CARRY_POLL = 0.002
 """Seconds between two looks at a copy under way; small beside the copy, rare beside a training step."""
 ABANDON_WAIT = 30.0
-"""Seconds that a trainer which ends by an error gives a copy under way to be completed."""
+"""Seconds that a trainer ending with an error leaves a copy under way to complete."""
 
 RESTARTS = 3
 LATE = 30.0
 """Seconds past a save's own deadline after which the writer is taken to be stuck, and ended."""
 NO_BUFFER = -2
-"""The index of none."""
+"""The index that stands for no buffer."""
 SLOT_POLL = 0.05
-"""Seconds between two looks at slots that somebody reads, who does not tell when that ends."""
+"""Seconds between two looks at slots that somebody is reading, since no reader says when it is done."""
 
 WhenBusy = Literal["queue", "skip", "wait"]
 Tier = Literal["local", "global"]
@@ -120,7 +120,7 @@ class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
         return self.root.diagnostic() if diagnostic else self.root
 
     def manifest(self, snapshot: Snapshot, facts: SaveFacts) -> Manifest:
-        """Complete but for the files, which nobody knows yet."""
+        """Complete except for the files, which nobody knows yet."""
         return Manifest(
             format=FORMAT,
             id=snapshot.name.id,
@@ -158,27 +158,27 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     error: SaveFailedError | LeaseLostError | None = None
     """With the writer's traceback."""
     for_all: bool = False
-    """Whether it is known to be committed, and not only this rank's part of it written."""
+    """Whether the whole save is known to be committed, not just this rank's part written."""
     told: SaveCommitted | None = None
-    """What the journal is to be told; None where the writer tells it."""
+    """The event for the journal; None where the writer journals it."""
 
     @property
     def moves_head(self) -> bool:
-        """Whether this is the first commit of it."""
+        """Whether this is the save's first commit."""
         return not self.save.diagnostic and (self.tier == "local" or not self.save.local)
 
 
 class Saver:
-    """Makes the saves of one attempt, and holds those that are under way and what became of them.
+    """Makes the saves of one attempt, and keeps track of those under way and of what became of them.
 
-    A save is begun, and how it ended is taken from `poll` or `wait`, where it is told once.
+    `begin` starts a save; `poll` or `wait` says how it ended, exactly once.
     """
 
     in_background: ClassVar[bool]
-    """Whether a save goes on when `begin` returns; else it is committed then, for all ranks."""
+    """Whether a save goes on after `begin` returns; else it is committed by then, for all ranks."""
     has_local_tier = False
     why_skipped = ""
-    """Why the last `begin` came to nothing, or to no local copy."""
+    """Why the last `begin` led to no save, or to no local copy."""
 
     def __init__(self, context: SaveContext, snapshots: Snapshotter) -> None:
         self._context = context
@@ -186,13 +186,13 @@ class Saver:
         self._ended: list[Ended] = []
 
     def resumed_from(self, head: CheckpointName | None) -> None:
-        """Where the run goes on."""
+        """The checkpoint from which the run continues."""
 
     def order(self, order: UsePeers | MendCopies) -> None:
         """What is to be done with local copies beside the saves, from now on."""
 
     def prepare(self) -> None:
-        """Pay now for what the first save would: its plan, and staging memory, page-locked if need be."""
+        """Pay now what the first save would cost: its plan, and staging memory, page-locked if need be."""
 
     def begin(
         self,
@@ -203,13 +203,13 @@ class Saver:
         globally: bool = True,
         local: bool = True,
     ) -> Save | None:
-        """Take a snapshot and see to it that it is saved. None: skipped, on all ranks alike (`why_skipped`).
+        """Take a snapshot and see that it is saved. None: skipped, on all ranks alike (`why_skipped`).
 
         Raises, on all ranks, SaveFailedError (nothing has changed) or LeaseLostError.
 
         With `local` it goes to the local tier, if there is one, and with `globally` to the checkpoint root
-        too; where some rank has no room for a local copy, only there. `must`: wait for a busy rank also where
-        the policy is to skip.
+        too; if some rank has no room for a local copy, only to the root. `must`: wait for a busy rank even
+        if the policy is to skip.
         """
         raise NotImplementedError
 
@@ -222,12 +222,12 @@ class Saver:
         return ended
 
     def is_under_way(self, name: CheckpointName | None = None) -> bool:
-        """Whether this save is, or, without a name, any."""
+        """Whether this save is under way; without a name, whether any is."""
         del name
         return False
 
     def wait(self, timeout: float, name: CheckpointName | None = None) -> list[Ended]:
-        """Wait until nothing is under way, or not this, at most `timeout`; everything that has ended."""
+        """Wait, at most `timeout`, for this save, or without a name for all; returns all that have ended."""
         del timeout, name
         return self.poll()
 
@@ -235,7 +235,7 @@ class Saver:
         """The trainer is about to end: what is under way is finished without it."""
 
     def close(self) -> None:
-        """Everything has ended: give everything back."""
+        """Call once everything has ended: gives everything back."""
 
 
 class ForegroundSaver(Saver):
@@ -306,7 +306,7 @@ class ForegroundSaver(Saver):
 #
 # In memory a slot is itself a buffer. On a disk a snapshot needs both: a buffer to be copied into, and the
 # slot that its image is then written to. A save that goes to the checkpoint root may have to do without the
-# local tier, on all ranks because of one, so for such a save a buffer has to be free as well.
+# local tier, on all ranks because of one, so such a save needs a free buffer as well.
 
 
 @dataclass(frozen=True)
@@ -318,11 +318,11 @@ class LocalTarget:
     keep: int
     max_bytes: int = 0
     here: frozenset[int] = frozenset()
-    """The ranks of this place; its own is always one of them."""
+    """The ranks of this place; this rank is always one of them."""
 
 
 class Wants:
-    """Where a save is to go, and what became of that."""
+    """Where a save is to go, and what came of that wish."""
 
     def __init__(self, slots: LocalSlots | None, *, globally: bool) -> None:
         self.slots = slots
@@ -343,7 +343,7 @@ class Wants:
 
 
 class StagingMemory:
-    """One rank's."""
+    """The staging memory of one rank."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ class StagingMemory:
         is_free: Callable[[int], bool],
         tell: Callable[[Event], None],
     ) -> None:
-        """`is_free`: whether no save that is under way needs the buffer or slot with this index."""
+        """`is_free`: whether no save under way needs the buffer or slot with this index."""
         self._buffers = [Buffer(index) for index in range(buffers)]
         self._is_free = is_free
         self._in_use = contextlib.ExitStack()
@@ -375,7 +375,7 @@ class StagingMemory:
             self.slots = LocalSlots(local.tier, room, rank=rank, keep=local.keep, is_free=is_free)
 
     def prepare(self, plan: Plan, *, pin: bool) -> None:
-        """Take it before the first save does; raises SaveFailedError if there is too little."""
+        """Allocate it before the first save does; raises SaveFailedError if there is too little."""
         if self.slots is not None:
             self.slots.prepare(plan, pin=pin)
         if self.slots is not None and self.slots.in_memory:
@@ -397,7 +397,7 @@ class StagingMemory:
         return any(self._is_free(buffer.index) for buffer in self._buffers)
 
     def use(self, wants: Wants, name: CheckpointName) -> tuple[Buffer, Slot | None]:
-        """What this save is staged into, and the slot that its local copy will be in, if it has one."""
+        """The buffer this save is staged into, and the slot for its local copy, if it has one."""
         slot = wants.slots.use(name) if wants.slots is not None and wants.local else None
         if slot is not None and slot.buffer is not None:
             return slot.buffer, slot
@@ -414,7 +414,7 @@ class StagingMemory:
 
 @dataclass
 class _UnderWay:
-    """A save from its snapshot to its end, as its trainer has it in hand."""
+    """A save from its snapshot to its end, from its trainer's side."""
 
     job: Job
     plan: Plan
@@ -424,9 +424,9 @@ class _UnderWay:
     holds: set[int]
     """The buffer and the slot that it still needs."""
     copied: bool = False
-    """Or it never will be: it waits only for those before it to be handed over."""
+    """The copy is complete, or never will be: it waits only for earlier saves to be handed over."""
     late: float | None = None
-    """Once it is handed over: the time at which a writer that has not finished it is taken to be stuck."""
+    """Once it is handed over: the time after which a writer that has not finished it counts as stuck."""
 
     @property
     def save(self) -> Save:
@@ -458,14 +458,14 @@ class BackgroundSaver(Saver):
         self._fitting_plan = 0
         """The last plan for which all ranks had room in the local tier."""
         self._under_way: dict[int, _UnderWay] = {}
-        """By serial, in order: those that are being copied, after those that were handed over."""
+        """By serial, in order: first those that were handed over, then those being copied."""
         self._to_release: list[Staged] = []
-        """Copied, and still to be let go of, which is for the thread that trains."""
+        """Copied, and still to be released, which only the thread that trains may do."""
         self._parent: str | None = None
         """Id of the last checkpoint that was committed: the next one's parent."""
         self._deaths = 0
         self._lock = threading.RLock()
-        """Held for the writer and what is under way: the threads that hand snapshots over use them too."""
+        """Guards the writer and what is under way: the threads that hand snapshots over use them too."""
         self._landed = threading.Condition(self._lock)
         self._start = Start(
             run_dir=str(context.control.path),
@@ -578,12 +578,12 @@ class BackgroundSaver(Saver):
         return not self._memory.is_there(wants, self._snapshots.planned_bytes)
 
     def _is_free(self, index: int) -> bool:
-        """Of a buffer or a slot: whether no save that is under way needs it."""
+        """For a buffer or a slot: whether no save under way needs it."""
         with self._lock:
             return not any(index in one.holds for one in self._under_way.values())
 
     def _await_memory(self, wants: Wants, deadline: float) -> bool:
-        """Wait until there is some, at most until then; on a rank that was not busy there is already."""
+        """Wait until there is some, at most until `deadline`; a rank that was not busy has some already."""
         with self._lock:
             while not self._memory.is_there(wants, self._snapshots.planned_bytes):
                 left = stretch(deadline - time.monotonic())
@@ -594,7 +594,7 @@ class BackgroundSaver(Saver):
                 if self._in_copy():
                     self._landed.wait(left)
                 elif not self._await_release(left):
-                    time.sleep(min(left, SLOT_POLL))  # somebody else reads the slots
+                    time.sleep(min(left, SLOT_POLL))  # somebody else is reading the slots
         return True
 
     def _say_there_is_none(self, name: CheckpointName) -> None:
@@ -621,7 +621,7 @@ class BackgroundSaver(Saver):
     def _stage(
         self, save: Save, snapshot: Snapshot, facts: SaveFacts, wants: Wants, started: float
     ) -> _UnderWay:
-        """Begin to copy the snapshot. Why that fails, if it does, the other ranks learn from the writer."""
+        """Begin to copy the snapshot. If that fails, the other ranks learn why from the writer."""
         failed, staged, slot = "", None, None
         try:
             buffer, slot = self._memory.use(wants, save.name)
@@ -652,7 +652,7 @@ class BackgroundSaver(Saver):
     def _expect(self, name: CheckpointName) -> None:
         """A snapshot is about to be staged: from now on the next attempt waits for what becomes of it.
 
-        What goes wrong here is told when the snapshot is handed over.
+        Whatever goes wrong here comes up again when the snapshot is handed over.
         """
         if self._writer.has_died:
             self._hear_last_words()
@@ -665,7 +665,7 @@ class BackgroundSaver(Saver):
         return [one for one in list(self._under_way.values()) if one.late is None]
 
     def _carry(self, one: _UnderWay) -> None:
-        """On a thread of its own: hand a snapshot over as soon as it is copied, also amid a step."""
+        """On a thread of its own: hand a snapshot over as soon as it is copied, even during a step."""
         deadline = time.monotonic() + self._timeout
         assert one.staged is not None
         while not one.staged.done() and time.monotonic() < deadline:
@@ -673,7 +673,7 @@ class BackgroundSaver(Saver):
         self._land(one)
 
     def _land(self, one: _UnderWay) -> None:
-        """A snapshot is copied, or will never be: hand it over, but none before those that came before it."""
+        """A snapshot is copied, or never will be: hand it over, but only after all earlier ones."""
         if one.staged is not None:
             prints, failed = self._result(one.staged)
             one.job = msgspec.structs.replace(one.job, prints=prints, failed=failed)
@@ -688,14 +688,14 @@ class BackgroundSaver(Saver):
             self._landed.notify_all()
 
     def _result(self, staged: Staged) -> tuple[list[str], str]:
-        """The fingerprints, and why the snapshot must not be used, if so."""
+        """The fingerprints, and why the snapshot must not be used, if it must not."""
         try:
             if not staged.done():
                 raise SaveFailedError(f"the copy of the snapshot did not end within {self._timeout:g} s")
             prints = staged.fingerprints()
             self._stager.note(staged)
             return prints, staged.torn()
-        except FAILURES as error:  # the other ranks have staged: they must learn of it
+        except FAILURES as error:  # the other ranks have staged theirs: they must learn of it
             return [], _told(error)
 
     def boundary(self) -> None:
@@ -715,11 +715,11 @@ class BackgroundSaver(Saver):
         return [one for one in self._under_way.values() if one.late is not None]
 
     def _launch(self) -> None:
-        """Start a writer, if there is none."""
+        """Start a writer if there is none."""
         self._writer.launch(next((str(one.save.name) for one in self._handed_over()), ""))
 
     def _hand_over(self, one: _UnderWay) -> None:
-        """From here on it is the writer's. Whatever goes wrong becomes its outcome."""
+        """From here on the save is the writer's. Whatever goes wrong becomes the save's outcome."""
         one.late = time.monotonic() + self._timeout + LATE
         try:
             self._launch()
@@ -734,19 +734,19 @@ class BackgroundSaver(Saver):
     def _send(self, one: _UnderWay, *, again: bool = False) -> None:
         manifest = one.job.manifest
         if self._parent is not None and manifest is not None and not one.save.diagnostic:
-            # The save before it may have been committed, or have failed, since this one was taken.
+            # The save before it may have been committed, or may have failed, since this one was taken.
             manifest = msgspec.structs.replace(manifest, parent=self._parent)
         job = msgspec.structs.replace(one.job, manifest=manifest, again=again)
         self._writer.hand_over(job, one.plan, one.buffer)
 
     def _hear_last_words(self) -> None:
-        """The writer is gone: hear what it had still said; hearing its end, `_receive` replaces it."""
+        """The writer is gone: take in the messages it left; when `_receive` sees its end, it replaces it."""
         gone = self._writer.pid
         while gone is not None and self._writer.pid == gone and self._receive(0.0):
             pass
 
     def _receive(self, timeout: float) -> bool:
-        """Take one message, or notice that the writer is dead or stuck; whether there was one."""
+        """Take one message, or notice that the writer is dead or stuck; returns whether there was either."""
         late = min((one.late for one in self._under_way.values() if one.late is not None), default=None)
         if late is not None and time.monotonic() > late:
             self._end_stuck("the writer process did not answer in time and was ended")
@@ -770,7 +770,7 @@ class BackgroundSaver(Saver):
         return True
 
     def _take_in(self, one: _UnderWay, news: LocalDone | JobDone | JobFailed) -> None:
-        """What became of a save, in one tier at least."""
+        """Take in what became of a save, in one tier at least."""
         save, slots = one.save, self._memory.slots
         if not isinstance(news, LocalDone):
             del self._under_way[save.serial]
@@ -796,7 +796,7 @@ class BackgroundSaver(Saver):
         self._ended.append(ended)
 
     def _replace(self) -> None:
-        """The writer is gone: start another and give it again what is not finished."""
+        """The writer is gone: start another, and give it again what is unfinished."""
         code = self._writer.end()
         self._deaths += 1
         while self._handed_over() and self._deaths <= RESTARTS:
@@ -818,17 +818,17 @@ class BackgroundSaver(Saver):
         self._fail_all(why)
 
     def _fail_all(self, why: str) -> None:
-        """No writer will see to what is under way; the other ranks' writers must not wait for this one's."""
+        """No writer will finish what is under way; the other ranks' writers must not wait for this one's."""
         self._deaths = 0
-        start, told = self._start, f"SaveFailedError: {why}"
+        start, error = self._start, f"SaveFailedError: {why}"
         ended = self._handed_over()
         if ended and start.world > 1:
-            give_up(Path(start.run_dir), start.epoch, start.rank, ended[-1].save.serial, told)
+            give_up(Path(start.run_dir), start.epoch, start.rank, ended[-1].save.serial, error)
         for one in ended:
             if one.save.drains and start.world > 1:
-                give_up(Path(start.run_dir), start.epoch, start.rank, one.save.serial, told, drain=True)
+                give_up(Path(start.run_dir), start.epoch, start.rank, one.save.serial, error, drain=True)
         for one in ended:
-            self._take_in(one, JobFailed(serial=one.save.serial, error=told, trace=""))
+            self._take_in(one, JobFailed(serial=one.save.serial, error=error, trace=""))
 
     # --- how it went ----------------------------------------------------------------------------------------
 
@@ -850,7 +850,7 @@ class BackgroundSaver(Saver):
         return self.poll()
 
     def _take(self, timeout: float) -> None:
-        """Hear what there is to hear; wait for the end of some save at most so long."""
+        """Take in all there is to hear; wait at most `timeout` for some save to end."""
         deadline = time.monotonic() + timeout
         with self._lock:
             before = len(self._ended)
@@ -865,7 +865,7 @@ class BackgroundSaver(Saver):
                 pass
 
     def _await_release(self, timeout: float) -> bool:
-        """Wait until the writer lets go of some buffer or slot, at most `timeout`; False: it holds none."""
+        """Wait at most `timeout` until the writer lets go of a buffer or slot; False: it holds none."""
         deadline = time.monotonic() + timeout
 
         def held() -> int:
@@ -900,7 +900,7 @@ class BackgroundSaver(Saver):
 
 
 def _raising(error: BaseException) -> Callable[[CheckpointName], None]:
-    """Something that a rank does in its part of a save: tell the others that it failed before."""
+    """A step for a rank's part of a save that tells the others that this rank has failed already."""
 
     def tell(_: CheckpointName) -> None:
         raise error
@@ -909,12 +909,12 @@ def _raising(error: BaseException) -> Callable[[CheckpointName], None]:
 
 
 def _told(error: BaseException) -> str:
-    """For the writer, which tells all ranks: what it was, and then where it came from."""
+    """For the writer, which tells all ranks: first what the error was, then where it came from."""
     return f"{describe(error)}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _no_buffer() -> Buffer:
-    """In place of one that a rank does not have, for a job that only says so."""
+    """Stands in for a buffer that a rank does not have, in a job that only says so."""
     buffer = Buffer(NO_BUFFER)
     buffer.close()
     return buffer

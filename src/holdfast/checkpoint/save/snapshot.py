@@ -1,10 +1,10 @@
 """A rank's snapshot: what it stores, under a plan that all ranks know to fit, and its copy for the writer.
 
 Guarantee: either every rank has a snapshot of the same step under the same plan, or every rank knows that
-there is none, and why. In the usual case that costs one exchange of a few integers; only a change of
-structure, a tensor that ranks no longer hold alike, or a failure costs more.
+there is none, and why. Usually that costs one exchange of a few integers; only a change of structure, a
+tensor that ranks no longer hold alike, or a failure costs more.
 
-A save in the foreground writes the tensors from where they are. For one beside training they are first
+A save in the foreground writes the tensors from where they are. For a save beside training they are first
 staged: copied into memory that the writer process reads.
 """
 
@@ -92,7 +92,7 @@ def _own_parts(own: Mapping[str, Any]) -> dict[str, PartEntry]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's share of a save, not copied yet."""
+    """This rank's share of a save, not yet copied."""
 
     name: CheckpointName
     plan: Plan
@@ -117,7 +117,7 @@ class Snapshot:
         ]
 
     def fingerprints(self) -> list[str]:
-        """Of every tensor, on its device, as it is now."""
+        """That of every tensor, taken on its device, as it is now."""
         unknown = [at for at in range(len(self.tensors)) if at not in self.prints]
         names = [self.plan.items[at].index.fqn for at in unknown]
         found = _fingerprints(names, [self.tensors[at] for at in unknown])
@@ -126,13 +126,13 @@ class Snapshot:
 
 
 def _fingerprints(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Of tensors under these names; an error names the one that it befell."""
+    """Those of tensors under these names; an error names the tensor that it concerns."""
     plains: list[torch.Tensor] = []
     for name, tensor in zip(names, tensors, strict=True):
         try:
             if tensor.device.type == "meta":
                 raise ValueError("it is on the meta device and has no bytes")
-            # Small ones are looked at as they are: that is what takes long where there are many.
+            # Small ones are taken as they are: making each plain is what takes long when there are many.
             plains.append(tensor if fingerprints.small_bytes(tensor) is not None else plain(tensor))
         except FAILURES as error:
             raise about(name, error) from error
@@ -173,18 +173,18 @@ class Snapshotter:
         """The tracked objects as they were at the start."""
         self._proof = Proof()
         self._proven: dict[str, Report] = {}
-        """What this rank found, by the structure that it was found of; one at most."""
+        """What this rank's proof reported, by the structure it was made for; one entry at most."""
         self._proven_plan = 0
         self._in_question: frozenset[int] = frozenset()
         """What the last proof was about besides the tracked objects."""
         self.counted = (0, 0)
         """Samples and tokens of all ranks together, at the last snapshot."""
         self.cramped = False
-        """Whether, at the last `take`, some rank had no room for a local copy; the same on every rank."""
+        """Whether some rank had no room for a local copy at the last `take`; the same on every rank."""
 
     @property
     def planned_bytes(self) -> int | None:
-        """Of this rank's image, if the next save is like the last one; None if there was none."""
+        """The size of this rank's image, if the next save is like the last; None if there was none."""
         return self._plan.layout.size if self._plan is not None else None
 
     def next_name(self, step: int) -> CheckpointName:
@@ -192,20 +192,20 @@ class Snapshotter:
         return CheckpointName(step, derive_id(self._run, self._attempt, step, self._serial + 1))
 
     def take_doubts(self) -> list[str]:
-        """What the first save found wrong with the state of tracked objects; told once."""
+        """What the first save found doubtful about the state of tracked objects; returned only once."""
         doubts, self._doubts = self._doubts, []
         return doubts
 
     def plan_ahead(self) -> Plan | None:
         """Plan before the first save is due, on all ranks; None if some rank cannot yet.
 
-        It holds for state that is complete; an optimizer that has not stepped yet makes another necessary.
+        The plan fits state that is complete; an optimizer that has not stepped yet makes another necessary.
         """
         name = self.next_name(0)
         try:
             collected = together(self._group, name, lambda: self._collect(None))
             together(self._group, name, lambda: self._replan(collected))
-        except SaveFailedError as error:  # the first save will say so again, if it is still so then
+        except SaveFailedError as error:  # the first save will say so again, if it is still true then
             log.warning("holdfast: the first save could not be planned ahead: %s", error)
             return None
         return self._plan
@@ -222,8 +222,8 @@ class Snapshotter:
     ) -> Snapshot | None:
         """The group's snapshot, or None if some rank is busy. `prepare` runs first; its failure is shared.
 
-        `cramped`: this rank has no room for a local copy. With `only_local` that too means None, for all.
-        `prove`: the first of its structure is proven to resume, or IncompleteStateError is raised.
+        `cramped`: this rank has no room for a local copy; with `only_local` that too means None for all.
+        `prove`: the first snapshot of a structure is proven to resume, or IncompleteStateError is raised.
         """
         name = self.next_name(step)
         busy = busy or (cramped and only_local)
@@ -297,7 +297,7 @@ class Snapshotter:
         )
 
     def _prove(self, name: CheckpointName, collected: _Collected, plan: Plan) -> None:
-        """All ranks together, under a new plan; a rank whose own structure is as before need not again."""
+        """All ranks together, under a new plan; a rank whose own structure is unchanged keeps its report."""
         first = self._proven_plan == 0
         self._in_question = in_question(self.tracked)
         structure = f"{structure_of(collected.planner)} {sorted(self._in_question)}"
@@ -317,8 +317,8 @@ class Snapshotter:
         failed = [(rank, report.errors) for rank, report in enumerate(reports) if report.errors]
         if failed:
             kind = IncompleteStateError if first else SaveFailedError
-            told = [(rank, kind, "; ".join(errors)) for rank, errors in failed]
-            raise explain(told, name)
+            failures = [(rank, kind, "; ".join(errors)) for rank, errors in failed]
+            raise explain(failures, name)
         self._proven = {structure: mine}
         self._proven_plan = plan.number
         self._proof = merge(reports, name.step)
@@ -329,7 +329,7 @@ class Snapshotter:
             )
 
     def _has_more(self) -> bool:
-        """Whether another proof is due, though what is stored has the same structure."""
+        """Whether another proof is due although the structure of what is stored is the same."""
         return not in_question(self.tracked) <= self._in_question
 
     @uncollected()
@@ -365,17 +365,17 @@ class Snapshotter:
         return found
 
     def _schedules_left_out(self) -> list[str]:
-        """In words; nothing where the first step has shown it already."""
+        """Untracked schedules, in words; none where the first step has already shown them."""
         tracked = self.tracked
         given = tracked.given()
         if tracked.looked_around or not any(map(has_schedule, given.values())):
             return []
         names = {id(thing): name for name, thing in given.items()}
         return [
-            f"a {type(one).__name__} of track({names.get(id(one.optimizer), '…')}=…) is not tracked, so a "
-            "resume would begin it anew: give it to run.track(…) too, or to run.ignore(…) if the script sets "
-            "it by itself"
-            for one in untracked_schedules(given.values(), tracked.ignored, alive(LRScheduler))
+            f"a {type(schedule).__name__} of track({names.get(id(schedule.optimizer), '…')}=…) is not tracked"
+            ", so a resume would begin it anew: give it to run.track(…) too, or to run.ignore(…) if the "
+            "script sets it by itself"
+            for schedule in untracked_schedules(given.values(), tracked.ignored, alive(LRScheduler))
         ]
 
     def _to_blob(self, others: dict[str, Any], own: dict[str, Any]) -> torch.Tensor:
@@ -418,7 +418,7 @@ class Snapshotter:
 
 
 def _tensors(planner: SnapshotPlanner, plan: Plan) -> list[torch.Tensor]:
-    """In the plan's order; an error names the entry that it befell."""
+    """In the plan's order; an error names the entry that it concerns."""
     plainly = planner.plain_tensors_of(plan.names)
     if plainly is not None:
         return plainly
@@ -434,20 +434,20 @@ def _tensors(planner: SnapshotPlanner, plan: Plan) -> list[torch.Tensor]:
 # Staging: from live tensors, wherever they are, into a buffer.
 #
 # A buffer is an anonymous memory file: shared with the writer by its descriptor, visible to nobody else, and
-# gone with the last process that holds it; or, where it is to become a local copy as it is, a file in memory
+# gone with the last process that holds it; or, where it is itself to become a local copy, a file in memory
 # (copies/slots.py). Its contents are the shard to be written, byte for byte; what surrounds the tensors'
-# bytes is put in when the plan changes, so a save copies nothing but tensors. A buffer's memory is taken at
-# once and in full: too little of it is an error at that moment, not a crash at a later one.
+# bytes is put in when the plan changes, so a save copies nothing but tensors. A buffer's memory is allocated
+# at once and in full: a lack of it is an error at that moment, not a crash at a later one.
 #
 # Tensors on a device are copied in the way that the policy (policy/upkeep.py) chooses: clone, overlap or
 # block. That copy may go on while training does; `Staged` then says when it is complete, and whether it can
-# be believed. Those on the host are copied at once.
+# be trusted. Tensors on the host are copied at once.
 
 
 SLICE = 512 * 1024
-"""Fingerprinted and copied at a time, so that the copy finds the bytes in the processor's cache."""
+"""Bytes fingerprinted and copied at a time, so that the copy finds them in the processor's cache."""
 STAGING_THREADS = 8
-"""At most so many copy from host memory; a few more fill the memory's bandwidth no further."""
+"""At most this many copy from host memory; a few more would gain no bandwidth."""
 
 is_cpu = operator.attrgetter("is_cpu")
 
@@ -456,7 +456,7 @@ class Buffer:
     """One staging buffer, as the trainer sees it."""
 
     def __init__(self, index: int, descriptor: int | None = None) -> None:
-        """`descriptor`: of a file in memory, instead of an anonymous one."""
+        """`descriptor`: that of a file in memory, to be used instead of an anonymous one."""
         self.index = index
         self.size = 0
         self.plan = 0
@@ -469,7 +469,7 @@ class Buffer:
         self.bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
     def prepare(self, plan: Plan) -> bool:
-        """Make it fit a plan; whether its memory is a new one, which the writer must be told of."""
+        """Make it fit a plan; returns whether its memory is new, which the writer must be told."""
         grown = self.grow(plan.layout.size)
         if self.plan != plan.number:
             self.plan = 0
@@ -481,7 +481,7 @@ class Buffer:
         return grown
 
     def grow(self, size: int) -> bool:
-        """Have at least so much memory, taken now; whether it is a new one."""
+        """Make sure it has at least this much memory, allocated now; returns whether the memory is new."""
         if size <= self.size:
             return False
         size += -size % mmap.PAGESIZE
@@ -489,12 +489,12 @@ class Buffer:
         try:
             os.ftruncate(self.descriptor, size)
             mapped = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED)
-            # On several cores; where the kernel cannot or there is too little, the second says so.
+            # On several cores; where the kernel cannot, or memory is short, the second call says so.
             if not prefault(torch.frombuffer(mapped, dtype=torch.uint8)):
                 os.posix_fallocate(self.descriptor, 0, size)
             self._map = mapped
         except OSError as error:
-            os.ftruncate(self.descriptor, self.size)  # what was got of it is given back
+            os.ftruncate(self.descriptor, self.size)  # give back what was allocated of it
             raise SaveFailedError(
                 f"no memory for a staging buffer of {size} bytes: {error.strerror}. Asynchronous saves need "
                 "one to two of them a rank; set checkpoint.when_busy = 'skip' for one, or async_save = false"
@@ -504,7 +504,7 @@ class Buffer:
         return True
 
     def pinned(self) -> torch.Tensor:
-        """The same memory, page-locked for copies from a device; locked at the first call, which is slow."""
+        """The same memory, page-locked for copies from a device; the first call locks it, which is slow."""
         if self._pinned is None:
             self._pinned = pin(torch.from_numpy(self.bytes))
             if self._pinned.note:
@@ -532,7 +532,7 @@ def stage_from_host(
     known: dict[int, str],
     threads: int,
 ) -> dict[int, str]:
-    """Copy the tensors that are on the host into a buffer; their fingerprints, taken in the same pass."""
+    """Copy the tensors that are on the host into a buffer; returns their fingerprints, from the same pass."""
     all_here: Sequence[int] = range(len(tensors))
     if not all(map(is_cpu, tensors)):
         all_here = [at for at in all_here if tensors[at].is_cpu]
@@ -565,7 +565,7 @@ def stage_from_host(
 def _stage_small(
     buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], here: Sequence[int]
 ) -> tuple[dict[int, str], list[int]]:
-    """Copy the small ones among these, which no thread is worth; their fingerprints, and who is left."""
+    """Copy the small ones, which are not worth a thread; returns their fingerprints, and which are left."""
     base, size = int(buffer.bytes.ctypes.data), buffer.bytes.nbytes
     memories = fingerprints.small_memories([tensors[at] for at in here])
     found: dict[int, str] = {}
@@ -578,7 +578,7 @@ def _stage_small(
         if wanted != length or not 0 <= offset <= size - length:
             item = plan.layout.items[at]
             check_size(item, length)
-            raise SaveFailedError(f"{item.name} ends behind the staging buffer, which has {size} bytes")
+            raise SaveFailedError(f"{item.name} ends beyond the staging buffer, which has {size} bytes")
         found[at] = known.get(at) or fingerprints.of_small(memory)
         ctypes.memmove(base + offset, memory, length)
     return found, left
@@ -595,7 +595,7 @@ class Staged:
     def __init__(self, prints: dict[int, str], at: list[int], flight: InFlight | None) -> None:
         self._prints = prints
         self._at = at
-        """The positions of what is in flight."""
+        """The positions of the tensors in flight."""
         self._flight = flight
 
     def done(self) -> bool:
@@ -608,11 +608,11 @@ class Staged:
             self._flight.boundary()
 
     def torn(self) -> str:
-        """Why it must not be used; empty if it may. Final once `done`."""
+        """Why it must not be used; empty if it may be. Final once `done`."""
         return self._flight.torn() if self._flight is not None else ""
 
     def fingerprints(self) -> list[str]:
-        """In the layout's order; once it is done. May be called from any thread, unlike all else here."""
+        """In the layout's order; only once it is done. Unlike all else here, callable from any thread."""
         found = dict(self._prints)
         if self._flight is not None:
             found.update(zip(self._at, self._flight.fingerprints(), strict=True))
@@ -625,7 +625,7 @@ class Staged:
 
     @property
     def copy_seconds(self) -> float:
-        """From a device; 0 if nothing was."""
+        """How long the copy from a device took; 0 if there was none."""
         return self._flight.copy_seconds() if self._flight is not None else 0.0
 
 
@@ -650,7 +650,7 @@ class Stager:
         self._torn = False
 
     def prepare(self, devices: set[torch.device]) -> None:
-        """Pay at the start for what the first snapshot from a device would."""
+        """Pay at the start what the first snapshot from a device would cost."""
         for device in devices:
             self._devices.prepare(device)
 
@@ -661,7 +661,7 @@ class Stager:
         all_here = all(map(is_cpu, tensors))
         elsewhere = [] if all_here else [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
         flight: InFlight | None = None
-        if elsewhere:  # first: what training may change soonest
+        if elsewhere:  # first of all: it is what training may change soonest
             pieces = [TensorPiece(tensors[at], items[at].raw_offset, items[at].raw_length, items[at].name)
                       for at in elsewhere]  # fmt: skip
             owned = Owned(tracked.optimizers())
@@ -675,13 +675,13 @@ class Stager:
         return Staged(prints, elsewhere, flight)
 
     def note(self, staged: Staged) -> None:
-        """A snapshot is done: what it took counts for the next choice."""
+        """A snapshot is done: the time it took counts for the next choice."""
         self._copy_seconds = staged.copy_seconds or self._copy_seconds
         if staged.torn():
             self.was_torn()
 
     def was_torn(self) -> None:
-        """A snapshot was changed while it was copied: from now on nothing is copied from live tensors."""
+        """A snapshot was changed while being copied: from now on nothing is copied from live tensors."""
         self._torn = True
 
     def _choose(self, pieces: list[TensorPiece], owned: Owned) -> Way:

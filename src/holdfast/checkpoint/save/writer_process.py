@@ -3,14 +3,14 @@
 One process a rank, started by the trainer in a session of its own, so that nothing that ends a trainer ends
 its writer. It takes jobs over a socket, writes this rank's shard and leaves its part record; the writer of
 rank 0 also waits for the others' parts and commits. It talks to other ranks through files only and never
-joins a process group. With a local tier a save is committed there first; what also goes to the root is then
-drained by a thread, one at a time and in order, and replicas are sent by another, so that neither holds up
-the next local save; after a resume a third makes copies again that were lost. A signal that asks a whole job
-to end does not end it, not even while it starts: it ends by itself, soon after its trainer.
+joins a process group. With a local tier a save is committed there first; one thread then drains what also
+goes to the root, one save at a time and in order, and another sends replicas, so that neither holds up the
+next local save; after a resume, a third makes lost copies again. A signal that asks a whole job to end does
+not end this process, not even while it starts: it ends on its own, soon after its trainer.
 
-Guarantee: a job that was handed over is carried to its end also when the trainer is gone: committed, or
-cleared away by its deadline. Then, when its trainer is gone and nothing is left, this process exits.
-It does not import torch: it starts in a fraction of a second and needs little memory of its own.
+Guarantee: a job that was handed over is seen through even if the trainer is gone: committed, or cleared away
+by its deadline. Once its trainer is gone and nothing is left to do, this process exits.
+It does not import torch, so it starts in a fraction of a second and needs little memory of its own.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ if TYPE_CHECKING:
 
 # What a writer process learns from its trainer and from the other ranks' writers, and tells them.
 #
-# The trainer is at the other end of a socket; the other ranks' writers are met through files only: that they
-# have staged, what they have written, that they gave up. Whoever waits for one of them stops at its deadline,
-# when that one gives up, when a newer epoch exists, and, once the trainers are gone, when it does not even
-# show that it has staged.
+# The trainer is at the other end of a socket; the other ranks' writers communicate through files only: that
+# they have staged, what they have written, that they gave up. A writer stops waiting for another at its
+# deadline, when the other gives up, when a newer epoch exists, and, once the trainers are gone, when the
+# other does not even show that it has staged.
 
 
 POLL = 0.01
 ORPHAN_GRACE = 10.0
-"""Once its own trainer is gone, how long a writer waits for another rank's to show that it has staged."""
+"""How long a writer, once its trainer is gone, waits for another rank's to show that it has staged."""
 
 
 class Exchange:
-    """One writer's; used by all its threads."""
+    """One writer's exchange; used by all its threads."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Exchange:
     # --- the trainer ----------------------------------------------------------------------------------------
 
     def trainer_is_gone(self) -> bool:
-        """A child that the trainer forked may hold its end of the socket open: then only our parent tells."""
+        """Also asks who our parent is: a child forked by the trainer may hold its end of the socket open."""
         known = self._start.trainer
         return self._channel.other_end_is_gone() or (known > 0 and os.getppid() != known)
 
@@ -109,7 +109,7 @@ class Exchange:
         return self._orphaned_at is not None and now > self._orphaned_at + seconds
 
     def tell(self, message: ToTrainer) -> bool:
-        """Whether the trainer is there to hear it."""
+        """Returns whether the trainer is there to hear it."""
         try:
             with self._sending:
                 self._channel.send(message, within=SEND_TIMEOUT)
@@ -118,7 +118,7 @@ class Exchange:
         return True
 
     def tell_free(self, job: Job, index: int) -> bool:
-        """That this save does not need the buffer or slot any more."""
+        """Tell the trainer that this save no longer needs the buffer or slot."""
         return self.tell(BufferFree(job.save.serial, index))
 
     def tell_failed(self, job: Job, error: Exception, *, locally: bool = False) -> None:
@@ -130,9 +130,9 @@ class Exchange:
             locally=locally,
         )
         if not self.tell_free(job, job.buffer) or not self.tell(message):
-            told = f"{job.save.name}, staged by a trainer that is gone, failed: {error}"
+            warning = f"{job.save.name}, staged by a trainer that is gone, failed: {error}"
             with contextlib.suppress(OSError):
-                self._journal.write(Warned(message=told))
+                self._journal.write(Warned(message=warning))
 
     # --- the other ranks' writers ---------------------------------------------------------------------------
 
@@ -147,14 +147,14 @@ class Exchange:
         if self.is_orphan_for(ORPHAN_GRACE) and not here(staged, rank).exists():
             raise SaveFailedError(f"the trainers ended before rank {rank} had staged its part of {name}")
         drain = job.save.drains and staged == self._root.staged(name)
-        # It may have left its part after we looked, and then given a later save up: so look again.
+        # It may have left its part after we looked, and then given up a later save: so look again.
         if (why := self.given_up(rank, job, drain=drain)) and not commits.part_is_left(staged, name, rank):
             raise SaveFailedError(f"rank {rank}: {why}")
         self._fence.check(f"commit {name}")
         time.sleep(POLL)
 
     def await_rank_0(self, job: Job, what: str, *, drain: bool = False) -> None:
-        """Called while something is missing that rank 0's writer makes: wait a moment, or give up."""
+        """Called while something that rank 0's writer makes is missing: wait a moment, or give up."""
         name = job.save.name
         if time.monotonic() > job.deadline:
             raise SaveFailedError(f"rank 0's writer did not make {what} within {job.timeout:g} s")
@@ -165,13 +165,13 @@ class Exchange:
         time.sleep(POLL)
 
     def give_up(self, job: Job, error: Exception, *, drain: bool) -> str:
-        """Say so to the other ranks' writers."""
+        """Tell the other ranks' writers that this one gives up; returns the reason it gave."""
         trace = "".join(traceback.format_exception(error))
-        told = f"{type(error).__name__}: {error}" if isinstance(error, HoldfastError) else trace
+        why = f"{type(error).__name__}: {error}" if isinstance(error, HoldfastError) else trace
         if self._start.world > 1:
             start = self._start
-            give_up(self._control.path, start.epoch, start.rank, job.save.serial, told, drain=drain)
-        return told
+            give_up(self._control.path, start.epoch, start.rank, job.save.serial, why, drain=drain)
+        return why
 
 
 def here(staged: Path, rank: int) -> Path:
@@ -179,7 +179,7 @@ def here(staged: Path, rank: int) -> Path:
 
 
 LOOK = 1.0
-"""Seconds between two looks at whether the trainer lives, where its end of the socket does not tell."""
+"""Seconds between two looks at whether the trainer lives, in case its end of the socket does not tell."""
 KEPT_PLANS = 4
 """More than there can be jobs under way."""
 
@@ -188,7 +188,7 @@ class Writer:
     """Works through the jobs of one trainer."""
 
     def __init__(self, start: Start, channel: Stream[ToWriter], locked: int | None = None) -> None:
-        """`locked`: on rank 0 the sign of life, as the trainer has taken it."""
+        """`locked`: on rank 0 the lock that serves as sign of life, already taken by the trainer."""
         self._start = start
         self._channel = channel
         self._root = CheckpointRoot(Path(start.root))
@@ -212,7 +212,7 @@ class Writer:
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain")
 
     def _open_local(self, start: Start) -> tuple[LocalCommitter | None, str]:
-        """The local tier; without it, why: a fault there must not keep a writer from the checkpoint root."""
+        """The local tier, or why there is none: a fault there must not keep a writer from the root."""
         if not start.tier:
             return None, "no local tier is set"
         try:
@@ -221,7 +221,7 @@ class Writer:
             return None, f"the local tier at {start.tier} cannot be used: {error}"
 
     def work(self) -> None:
-        """Until the trainer is gone and everything it handed over is done."""
+        """Work until the trainer is gone and everything it handed over is done."""
         with contextlib.suppress(Gone):
             while True:
                 received = self._channel.receive(LOOK)
@@ -280,7 +280,7 @@ class Writer:
         root = self._root.diagnostic() if job.save.diagnostic else self._root
         with self._busy_with(job):
             try:
-                if self._local is not None:  # what came before is drained first
+                if self._local is not None:  # earlier saves are drained first
                     self._drains.submit(lambda: None).result(job.timeout)
                 self._save(job, self._plans[job.plan], root)
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must learn of it
@@ -294,7 +294,7 @@ class Writer:
     # --- the local tier -------------------------------------------------------------------------------------
 
     def _do_locally(self, job: Job) -> None:
-        """Commit in the local tier; a drain and replicas then go on beside what comes next."""
+        """Commit in the local tier; a drain and replicas then run beside whatever comes next."""
         if self._local is None or self._replicas is None:
             error = SaveFailedError(self._no_local)
             for drain in (False, True):
@@ -355,7 +355,7 @@ class Writer:
         name = job.save.name
         while True:
             why = self._exchange.given_up(0, job)
-            # In this order: rank 0 may have sealed it, and then given a later save up.
+            # In this order: rank 0 may have sealed it, and then given up a later save.
             sealed = local.sealed(name)
             if sealed is not None:
                 return sealed
@@ -373,7 +373,7 @@ class Writer:
         self._tell_done(job)
 
     def _check_drained(self, committed: LocalCommit, files: list[FileEntry]) -> None:
-        """What was written is what the manifest lists; else the local copy has changed since its commit."""
+        """Check that what was written is what the manifest lists; else the local copy has since changed."""
         if files == committed.files:
             return
         other = [file.path for file in files if file not in committed.files]
@@ -386,7 +386,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _image(self, job: Job, committed: LocalCommit | None) -> Iterator[memoryview]:
-        """The bytes to write: the staging buffer, or the local copy, which stays as it is meanwhile."""
+        """The bytes to write: the staging buffer, or the local copy, which is kept unchanged meanwhile."""
         if committed is None:
             yield memoryview(self._buffers[job.buffer])
             return
@@ -400,7 +400,7 @@ class Writer:
     # --- the checkpoint root --------------------------------------------------------------------------------
 
     def _save(self, job: Job, plan: UsePlan, root: CheckpointRoot, local: LocalCommit | None = None) -> None:
-        """Into the root, from the staging buffer, or from the `local` copy that was committed before."""
+        """Save into the root, from the staging buffer or from the `local` copy that was committed before."""
         save, name = job.save, job.save.name
         staged, begun = root.staged(name), time.monotonic()
         if self._enter(job, root):
@@ -430,10 +430,10 @@ class Writer:
             self._tell_committed(save, manifest, "global", blocked, committed, taken)
 
     def _manifest(self, job: Job) -> Manifest | None:
-        """On rank 0, with the parent as it is known now."""
+        """On rank 0 the manifest, with the parent as it is known now."""
         if job.manifest is None or self._parent is None or job.save.diagnostic:
             return job.manifest
-        # The save before may have failed after this one was staged: the parent is what was committed.
+        # The save before may have failed after this one was staged: the parent is what was committed last.
         return msgspec.structs.replace(job.manifest, parent=self._parent)
 
     def _tell_committed(
@@ -445,7 +445,7 @@ class Writer:
         stored: commits.Committed | None = None,
         taken: float = 0.0,
     ) -> None:
-        """`taken`: seconds for writing and committing it in the checkpoint root."""
+        """`taken`: how many seconds it took to write and commit it in the checkpoint root."""
         files = manifest.files
         self._journal.write(
             SaveCommitted(
@@ -464,17 +464,17 @@ class Writer:
 
     def _was_told(self, name: CheckpointName, tier: str) -> bool:
         """Whether the writer before this one got as far as the journal."""
-        told = (line.body for line in read_journal(self._control.journal))
+        journalled = (line.body for line in read_journal(self._control.journal))
         return any(
             isinstance(body, SaveCommitted) and (body.checkpoint, body.tier) == (str(name), tier)
-            for body in told
+            for body in journalled
         )
 
     def _enter(self, job: Job, root: CheckpointRoot) -> bool:
         """Rank 0's writer makes the staged directory; the others wait for it; all show that they are here.
 
-        False: an earlier writer has written this rank's part to its end. It must not be touched then, since
-        the commit may be going on.
+        False: an earlier writer has completed this rank's part. It must not be touched then, since the
+        commit may be under way.
         """
         start, name, drain = self._start, job.save.name, job.save.drains
         staged = root.staged(name)
@@ -497,37 +497,37 @@ class Writer:
             self._exchange.await_rank_0(job, str(staged), drain=drain)
 
     def _is_written(self, root: CheckpointRoot, name: CheckpointName) -> bool:
-        """In this order: part records are dropped only once the checkpoint is sealed."""
+        """Looks in this order because part records are dropped only once the checkpoint is sealed."""
         if commits.part_is_left(root.staged(name), name, self._start.rank):
             return True
         return commits.is_sealed(root, name) is not None
 
     def _failed(self, job: Job, root: CheckpointRoot, error: Exception) -> None:
         name = job.save.name
-        told = self._exchange.give_up(job, error, drain=job.save.drains)
+        why = self._exchange.give_up(job, error, drain=job.save.drains)
         if self._leads:
             commits.drop_staged(root, str(name))
         else:
             with contextlib.suppress(OSError):
-                commits.leave_part(root.staged(name), name, self._start.rank, [], failed=told)
+                commits.leave_part(root.staged(name), name, self._start.rank, [], failed=why)
         self._exchange.tell_failed(job, error)
 
     def _failed_locally(self, local: LocalCommitter, job: Job, error: Exception) -> None:
         name = job.save.name
-        told = self._exchange.give_up(job, error, drain=False)
-        if job.save.drains:  # another rank's copy may be committed, and its writer wait for this one's part
+        why = self._exchange.give_up(job, error, drain=False)
+        if job.save.drains:  # another rank's copy may be committed, its writer waiting for this one's part
             self._exchange.give_up(job, error, drain=True)
         with contextlib.suppress(OSError):
             if self._leads:
                 local.clear_away(name)
             elif local.sealed(name) is None:
-                local.leave_part(name, [], failed=told)
+                local.leave_part(name, [], failed=why)
         self._exchange.tell_failed(job, error, locally=True)
 
 
 def main(descriptor: int) -> int:
     leave_stopping_to_the_trainer()
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts a thread for each core, and uses none here
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts a thread for each core, all unused here
     channel: Stream[ToWriter] = Stream.at(descriptor, ToWriter)
     try:
         received = channel.receive(60.0)

@@ -2,7 +2,7 @@
 
 For collecting state, putting it back, and the proof at the first save that what is stored would resume.
 Promises: what training changes comes back bit for bit, or its save or load is refused by name.
-Never: keep half of a state; change what training uses while it looks.
+Never: keep half of a state; change what training uses while looking at it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""State of things that have some, but not, or not all of it, in `state_dict` and `load_state_dict`, or not as
-plain tensors."""
+"""State that `state_dict` and `load_state_dict` do not cover, or only in part, or not as plain tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class RngTracker(Protocol):
-    """A named set of generators, as tensor-parallel code keeps for its regions."""
+    """A named set of generators, such as tensor-parallel code keeps for its regions."""
 
     def get_states(self) -> Any: ...
 
@@ -93,10 +92,10 @@ _PHILOX_BYTES = 16
 class ScheduleState:
     """A schedule with the data that its functions keep.
 
-    torch leaves a schedule's functions out of its state, so one that counts its calls in a variable that it
-    closes over, or as a method in an attribute of its object, would begin anew after every resume. Plain data
-    of that kind is state as soon as it has changed since the schedule was tracked, and only then: what the
-    script sets itself, and may set otherwise at the next start, stays the script's.
+    torch leaves a schedule's functions out of its state, so a function that counts its calls in a variable
+    it closes over, or a method that counts them in an attribute of its object, would begin anew after every
+    resume. Plain data of that kind is state as soon as it has changed since the schedule was tracked, and
+    only then: what the script sets itself, and may set differently at the next start, stays the script's.
     """
 
     KEY = "holdfast.functions"
@@ -104,11 +103,11 @@ class ScheduleState:
     def __init__(self, schedule: LRScheduler) -> None:
         self._schedule = schedule
         self._variables = dict(_variables(schedule))
-        self._at_first = {name: copy.deepcopy(one.get()) for name, one in self._variables.items()}
+        self._at_first = {name: copy.deepcopy(variable.get()) for name, variable in self._variables.items()}
 
     def state_dict(self) -> dict[str, Any]:
         state = self._schedule.state_dict()
-        now = {name: copy.deepcopy(one.get()) for name, one in self._variables.items()}
+        now = {name: copy.deepcopy(variable.get()) for name, variable in self._variables.items()}
         changed = {name: value for name, value in now.items() if not _same(value, self._at_first[name])}
         return {**state, self.KEY: changed} if changed else state
 
@@ -120,12 +119,12 @@ class ScheduleState:
                 f"the {type(self._schedule).__name__} was saved with data of its functions that they do not "
                 f"keep here: {', '.join(unknown)}. Give it the functions that it had, or start afresh"
             )
-        for name, one in self._variables.items():
-            one.put(kept.get(name, self._at_first[name]))
+        for name, variable in self._variables.items():
+            variable.put(kept.get(name, self._at_first[name]))
 
 
 class _Variable:
-    """A place outside of a schedule where a function of it keeps plain data."""
+    """A place outside a schedule where one of its functions keeps plain data."""
 
     def __init__(self, holder: Any, attribute: str) -> None:
         self._holder, self._attribute = holder, attribute
@@ -137,19 +136,19 @@ class _Variable:
             return None
 
     def put(self, value: Any) -> None:
-        """In place where others may hold the same list or dictionary."""
-        value, there = copy.deepcopy(value), self.get()
-        if isinstance(there, list) and isinstance(value, list):
-            there[:] = value
-        elif isinstance(there, dict) and isinstance(value, dict):
-            there.clear()
-            there.update(value)
-        elif not _same(there, value):
+        """Lists and dictionaries change in place, since others may hold the same object."""
+        value, held = copy.deepcopy(value), self.get()
+        if isinstance(held, list) and isinstance(value, list):
+            held[:] = value
+        elif isinstance(held, dict) and isinstance(value, dict):
+            held.clear()
+            held.update(value)
+        elif not _same(held, value):
             setattr(self._holder, self._attribute, value)
 
 
 def _variables(schedule: LRScheduler, prefix: str = "") -> Iterator[tuple[str, _Variable]]:
-    """Where functions of a schedule, or of one within it, keep plain data, by a name that tells."""
+    """Where functions of a schedule, or of one within it, keep plain data, each under a telling name."""
     for attribute, held in vars(schedule).items():
         for index, one in enumerate(held if isinstance(held, list | tuple) else [held]):
             where = (
@@ -160,7 +159,7 @@ def _variables(schedule: LRScheduler, prefix: str = "") -> Iterator[tuple[str, _
                 continue
             function = one.func if isinstance(one, functools.partial) else one
             if isinstance(function, types.MethodType):
-                # Only what the method itself names: its object may be the whole trainer.
+                # Only attributes that the method itself names: its object may be the whole trainer.
                 code = getattr(function.__func__, "__code__", None)
                 names = set(code.co_names) if code is not None else set()
                 owner = function.__self__
@@ -179,7 +178,7 @@ def _if_plain(name: str, variable: _Variable) -> Iterator[tuple[str, _Variable]]
 
 
 def _is_plain(value: Any, budget: int = 1000) -> bool:
-    """Numbers and texts, and not too many of them: no tensor, no object, nothing that may be alive."""
+    """Numbers and text, and not too much of it: no tensor, no object, nothing that may be alive."""
     if isinstance(value, list | tuple | dict) and type(value) in (list, tuple, dict):
         inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
         return len(inner) <= budget and all(_is_plain(one, budget // 10) for one in inner)
@@ -187,12 +186,12 @@ def _is_plain(value: Any, budget: int = 1000) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Bit by bit, as far as plain data goes: 1 is not 1.0, and a NaN is itself."""
+    """Bit for bit, as far as plain data goes: 1 is not 1.0, and a NaN equals itself."""
     return type(one) is type(other) and repr(one) == repr(other)
 
 
 def as_stateful(thing: object) -> Stateful | None:
-    """The thing itself, an adapter around it, or None if it has no state that is known how to take."""
+    """The thing itself, an adapter around it, or None if nothing here knows how to take its state."""
     if isinstance(thing, LRScheduler) and any(_variables(thing)):
         return ScheduleState(thing)
     if isinstance(thing, Stateful):
@@ -213,9 +212,9 @@ class Wrapped(dict[str, Any]):
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
-    """A tensor that only wraps others, such as a quantized weight, has no bytes of its own: those have."""
+    """The inner tensors of one that only wraps others, such as a quantized weight: they hold its bytes."""
     whole: Any = tensor
-    if type(tensor) is torch.Tensor:  # first: there are very many of these
+    if type(tensor) is torch.Tensor:  # first, because there are very many of these
         return tensor
     if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(whole):
         return tensor
@@ -240,12 +239,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor
 
 
 def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way round: inner tensors were loaded in place, so what wraps them is up to date."""
+    """The reverse of `unwrapped`: inner tensors were loaded in place, so what wraps them is up to date."""
     return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
 
 
 def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors, everything else); an error names the entry that it befell."""
+    """(tensors, everything else); an error names the entry that it concerns."""
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""The gradients that lie there at a step boundary, as part of a checkpoint.
+"""The gradients that exist at a step boundary, as part of a checkpoint.
 
 Guarantee: a resume goes on with every gradient that the next step makes use of, or is refused at the moment
 of that use. Three kinds of loop have to be told apart, and none says which one it is:
@@ -9,16 +9,16 @@ of that use. Three kinds of loop have to be told apart, and none says which one 
   them (`opt.zero_grad()` first): they do not matter, and storing them would make every save larger;
 * they are left over and never cleared, or used late: they matter.
 
-So it is looked at. After a boundary a gradient is marked, and the first backward that reaches its parameter,
-or the first optimizer that steps it, finds it as it was (it is used again) or not (it was cleared). That is
-done in the first steps of an attempt, and again in the step after each save that has left something out. As
-hooks on thousands of gradients take longer than the rest of a save, those that came as a new tensor after
-each backward are not looked at so closely then: that the tensor is another one is enough, and if it is not,
-the close look begins anew. Left out is only what an optimizer of torch's has stepped since the boundary
-before, and what was seen cleared, and never used, until then. In its place a resume puts a placeholder of
-NaNs: a loop that clears gradients clears it too, and to use it is an error that names it. What is all zeros
-is not stored either, but comes back as zeros: an optimizer treats these differently from no gradient. Of a
-gradient that ranks share out among them no rank judges by what its own part holds.
+So the loop is watched. After a boundary a gradient is marked, and the first backward that reaches its
+parameter, or the first optimizer that steps it, finds it as it was (it is used again) or not (it was
+cleared). That is done in the first steps of an attempt, and again in the step after each save that has left
+something out. As hooks on thousands of gradients take longer than the rest of a save, gradients that came as
+a new tensor after each backward are then watched less closely: it is enough that the tensor is a new one, and
+if it is not, the close watch begins anew. A gradient is left out only if a torch optimizer has stepped it
+since the boundary before, and it was seen cleared, and never used, until then. In its place a resume puts a
+placeholder of NaNs: a loop that clears gradients clears it too, and using it is an error that names it.
+A gradient of all zeros is not stored either, but comes back as zeros: an optimizer treats these differently
+from no gradient. If ranks share a gradient out among themselves, no rank judges by what its own part holds.
 
 Where they are kept: a gradient in its parameter's `grad`, plain or a DTensor; under DDP's `no_sync` each rank
 has its own, which the planner stores apart; what FSDP2 has accumulated without a reduction is in its own
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 GRADIENTS = "holdfast_gradients"
 """Reserved top-level name of the stored gradients, of their part in the manifest, and of what it `needs`."""
 LOOKED_AT = 16
-"""Steps of an attempt after which gradients are looked at: later only after a save that leaves some out."""
+"""Steps of an attempt for which gradients are watched; later, only after a save that leaves some out."""
 PATTERN = (
     "To keep them out of checkpoints take several batches a step: `for step, batches in run.steps(loader, "
     "until=…, batches=4)`, with one backward for each and one opt.step() and opt.zero_grad() at the end"
@@ -65,19 +65,19 @@ _MARK = "_holdfast_mark"
 _SPENT = "_holdfast_spent"
 
 _WRAPPED_IN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names under which wrappers keep the module that they wrap; no part of a parameter's own name."""
+"""Names under which wrappers keep the module that they wrap; not part of a parameter's own name."""
 
 
 def is_placeholder(gradient: torch.Tensor) -> bool:
-    """Whether a gradient stands for one that no checkpoint holds: its NaNs say nothing about the training."""
+    """Whether a gradient stands in for one that no checkpoint holds: its NaNs say nothing about training."""
     return getattr(gradient, _SPENT, False)
 
 
 def may_leave_out(*, owned: bool, stepped: bool, seen_used: bool | None) -> bool:
     """Pure: whether a gradient need not be stored.
 
-    `owned`: torch's optimizers alone make use of it; `stepped`: one has, since the boundary before;
-    `seen_used`: whether it was ever used again, None if that was never looked at.
+    `owned`: only torch's optimizers make use of it; `stepped`: one has, since the boundary before;
+    `seen_used`: whether it was ever used again, None if that was never watched.
     """
     return owned and stepped and seen_used is False
 
@@ -89,9 +89,9 @@ class _Place:
     name: str
     parameter: torch.Tensor
     by_autograd: bool
-    """Whether autograd adds to it, so that hooks on the parameter see that. FSDP2 sets its own."""
+    """Whether autograd adds to it, so that hooks on the parameter see that. FSDP2 sets its own gradients."""
     hidden: ShardedParameter | None = None
-    """If what FSDP2 keeps to itself is meant."""
+    """Set where this is about what FSDP2 keeps to itself."""
 
     def read(self) -> torch.Tensor | None:
         return self.parameter.grad if self.hidden is None else self.hidden.gradient()
@@ -113,9 +113,9 @@ class _Watch:
     placeholder: bool
     hooks: list[Any] = field(default_factory=list)
     gone: bool = False
-    """Whether then there was none: it had been set to None."""
+    """Whether a backward found no gradient: it had been set to None."""
     found: bool = False
-    """Whether the last backward that came near found it uncleared; it need not have added to it."""
+    """Whether the last backward that reached it found it uncleared; it need not have added to it."""
     used: bool | None = None
 
     def look(self) -> bool | None:
@@ -124,14 +124,14 @@ class _Watch:
         if gradient is None:
             return False
         if getattr(gradient, _MARK, None) is not self.token:
-            # FSDP2 adds in place to what is there: another one was set anew. Elsewhere a script has set it.
+            # FSDP2 adds in place to what is there, so another tensor is a new one. Elsewhere a script set it.
             return self.place.by_autograd and not all_zero(gradient)
         if _version(gradient) == self.version:
             return None
         return _is_shared_out(gradient) or not all_zero(gradient)
 
     def before_use(self) -> None:
-        """Autograd is about to add to it, or only calculates a gradient: `after_use` tells."""
+        """Autograd is about to add to it, or only calculates a gradient: `after_use` shows which."""
         self.gone = self.place.read() is None
         self.found = not self.gone and self.look() is not False
 
@@ -144,8 +144,8 @@ class _Watch:
             if used and self.placeholder:
                 raise IncompleteStateError(
                     f"the gradient {self.place.name} was left out of the checkpoint that this run has "
-                    "resumed from, because each step until then had cleared it first, and now it was used "
-                    "before it was cleared (by a backward that adds to it, or by an optimizer). Resume from "
+                    "resumed from, because each step until then had cleared it first, but now it was used "
+                    "before being cleared (by a backward that adds to it, or by an optimizer). Resume from "
                     f"another checkpoint (checkpoint.resume_from). {PATTERN}"
                 )
 
@@ -156,7 +156,7 @@ class _Watch:
 
 
 class _Glance(NamedTuple):
-    """A gradient that was left out of a save, and came as a new tensor whenever it was looked at."""
+    """A gradient that was left out of a save, and was a new tensor whenever it was watched."""
 
     place: _Place
     version: int
@@ -164,7 +164,7 @@ class _Glance(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where gradients are kept; the same for as long as no model is changed."""
+    """Where gradients are kept; valid for as long as no model is changed."""
 
     places: list[_Place]
     replicas: list[tuple[str, nn.parallel.DistributedDataParallel]]
@@ -181,12 +181,12 @@ class GradientState:
         self._used: dict[str, bool] = {}
         """By name: whether it was ever seen used again."""
         self._renewed: set[str] = set()
-        """Those that were None before a backward, and were another tensor after it."""
+        """Those that were None before a backward, and a new tensor after it."""
         self._looked_at: set[int] = set()
-        """Parameters, by id, of whose gradients it is known."""
+        """Parameters, by id, whose gradients' use is known."""
         self._look_until = LOOKED_AT
         self._left_out: set[str] = set()
-        """Of the last save."""
+        """Those that the last save left out."""
         self._glances: list[_Glance] = []
         self._token = object()
         self._layout: _Layout | None = None
@@ -196,10 +196,10 @@ class GradientState:
         self._in_step = False
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._now: dict[int, torch.optim.Optimizer] = {}
-        """Optimizers that have stepped since the last boundary; and in the step before it."""
+        """Optimizers that have stepped since the last boundary; and below, in the step before it."""
         self._before: dict[int, torch.optim.Optimizer] = {}
         self._once: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that are not tracked and have stepped in some step; and those that did so in several."""
+        """Untracked optimizers that have stepped in some step; and below, those that did so in several."""
         self._often: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._doubts: list[str] = []
@@ -228,7 +228,7 @@ class GradientState:
         self._in_step = True
 
     def end_step(self) -> None:
-        """A step is complete: what has become of the gradients of before, and what lies there now."""
+        """A step is complete: see what became of the earlier gradients, and which ones exist now."""
         self._in_step = False
         self._steps += 1
         self._before, self._now = self._now, {}
@@ -249,24 +249,24 @@ class GradientState:
                         self._watch(place)
 
     def untracked(self) -> list[torch.optim.Optimizer]:
-        """Optimizers that are not tracked and have stepped in several steps, so that they live on.
+        """Optimizers that are not tracked but have stepped in several steps, so that they live on.
 
-        One that is made anew in each step, as for the inner loop of meta-learning, takes nothing along.
+        One that is made anew in each step, as for the inner loop of meta-learning, carries nothing over.
         """
         return list(self._often)
 
     def _note_untracked(self) -> None:
-        ours = {id(one) for one in self._tracked.optimizers()}
-        for one in self._before.values():
-            if id(one) not in ours:
-                (self._often if one in self._once else self._once).add(one)
+        ours = {id(optimizer) for optimizer in self._tracked.optimizers()}
+        for optimizer in self._before.values():
+            if id(optimizer) not in ours:
+                (self._often if optimizer in self._once else self._once).add(optimizer)
 
     def stepped(self) -> list[torch.optim.Optimizer]:
-        """Optimizers, whoever knows of them, that have stepped between the last two boundaries."""
+        """Optimizers, tracked or not, that have stepped between the last two boundaries."""
         return list(self._before.values())
 
     def take_doubts(self) -> list[str]:
-        """What there is to tell; told once."""
+        """What there is to warn of; each is returned only once."""
         doubts, self._doubts = self._doubts, []
         return doubts
 
@@ -293,12 +293,12 @@ class GradientState:
         self._tell(
             "wrong",
             f"the checkpoint of step {self._saved} lacks gradients that the step after it {has} used "
-            f"(first {name}): the steps before had cleared them, so they were left out. A resume from it "
+            f"(first {name}): earlier steps had cleared them, so they were left out. A resume from it "
             f"will be refused; later checkpoints hold them. {PATTERN}",
         )
 
     def _glance(self, glances: list[_Glance], *, stepping: bool) -> None:
-        """Whether these were cleared, as always before. `stepping`: an optimizer is about to use them."""
+        """Check that these were cleared, as always before. `stepping`: an optimizer is about to use them."""
         for glance in glances:
             gradient = glance.place.read()
             if gradient is None or getattr(gradient, _MARK, None) is not self._token:
@@ -307,7 +307,7 @@ class GradientState:
             if touched and all_zero(gradient):
                 continue
             if touched:  # added to; or cleared in another way than before, and then added to
-                self._used.pop(name, None)  # so it is stored until that is known
+                self._used.pop(name, None)  # so it is stored until it is known which
                 self._renewed.discard(name)
                 self._looked_at.clear()
                 self._look_until = self._steps + LOOKED_AT
@@ -320,7 +320,7 @@ class GradientState:
         gradient = place.read()
         if gradient is None or place.name in self._watches:
             return
-        token = object()  # not the watch itself: from a gradient to its parameter would be a circle
+        token = object()  # not the watch itself: a gradient that leads to its parameter would be a cycle
         setattr(gradient, _MARK, token)
         watch = _Watch(place, token, _version(gradient), placeholder)
         parameter: Any = place.parameter
@@ -335,9 +335,9 @@ class GradientState:
         del args, kwargs
         if self._watches or self._glances:
             mine = self._owned([optimizer])
-            glances = [one for one in self._glances if id(one.place.parameter) in mine]
+            glances = [glance for glance in self._glances if id(glance.place.parameter) in mine]
             if glances:
-                self._glances = [one for one in self._glances if id(one.place.parameter) not in mine]
+                self._glances = [glance for glance in self._glances if id(glance.place.parameter) not in mine]
                 self._glance(glances, stepping=True)
             for watch in self._watches.values():
                 if watch.used is None and id(watch.place.parameter) in mine:
@@ -358,7 +358,7 @@ class GradientState:
             self._doubts.append(text)
 
     def _now_laid_out(self) -> _Layout:
-        """At a save, when the models have just been looked at."""
+        """The layout, at a save, when the models have just been looked at."""
         known = self._tracked.unchanged()
         of = (known, self._parameters_of(self._tracked.optimizers())) if known is not None else None
         if self._layout is None or of is None or of != self._layout_of:
@@ -373,11 +373,11 @@ class GradientState:
         return self._layout
 
     def _parameters_of(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[int]:
-        groups = [group["params"] for one in optimizers for group in one.param_groups]
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         return list(map(id, itertools.chain.from_iterable(groups)))
 
     def _places(self) -> Iterator[_Place]:
-        """Every place with a gradient; of a parameter that several modules share, once."""
+        """Every place with a gradient; a parameter that several modules share counts once."""
         seen: set[int] = set()
         for name, model in self._tracked.models():
             modules = list(_modules(model, name, set()))
@@ -406,8 +406,8 @@ class GradientState:
 
     @torch.no_grad()
     def collect(self, step: int | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors to store, by name; what a resume needs to know of all gradients). None: only to plan."""
-        if self._in_step:  # a diagnostic save: nothing ever goes on from it
+        """(tensors to store, by name; what a resume needs to know of all gradients). No step: only plan."""
+        if self._in_step:  # a diagnostic save: nothing ever resumes from it
             return {}, {"entries": {}, "objects": {}, "unsynced": []}
         self._refuse_half_a_scaling()
         entries: dict[str, dict[str, Any]] = {}
@@ -445,7 +445,7 @@ class GradientState:
             left_out = is_zero and not _is_shared_out(gradient)
             kind = "zero" if left_out else "stored"
             if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-                kind = "zero" if left_out else "local"  # a sum that was not made yet: of each rank's own
+                kind = "zero" if left_out else "local"  # a sum not yet made: of each rank's own
             entries[place.name] = described(kind, gradient)
             if left_out:
                 continue
@@ -486,7 +486,7 @@ class GradientState:
         if strange := sorted((wanted.keys() | described.get("objects", {}).keys()) - places.keys()):
             raise IncompleteStateError(
                 f"the checkpoint holds {len(strange)} gradients of parameters that this script does not "
-                f"have, first {strange[0]}. Make the model what it was"
+                f"have, first {strange[0]}. Build the model as it was"
             )
         targets: dict[str, torch.Tensor] = {}
         for name, entry in wanted.items():
@@ -500,7 +500,7 @@ class GradientState:
 
     @torch.no_grad()
     def apply(self, described: Mapping[str, Any], loaded: Mapping[str, torch.Tensor]) -> None:
-        """Put every gradient where it was; what had none has none."""
+        """Put every gradient where it was; a parameter that had none gets none."""
         entries, objects = described["entries"], described["objects"]
         for place in list(self._places()):
             gradient: torch.Tensor | None = None
@@ -529,7 +529,7 @@ def _refuse_half_a_reduction(layout: _Layout) -> None:
     for path, module in layout.sharded:
         if has_partial_reduction(module):
             raise SaveFailedError(
-                f"the gradients of {path} are reduced within each replica and not yet between the replicas "
+                f"the gradients of {path} are reduced within each replica but not yet between the replicas "
                 "(set_requires_all_reduce(False)). A checkpoint cannot hold that: end the step after the "
                 f"micro-batch that reduces them. {PATTERN}"
             )
@@ -538,7 +538,7 @@ def _refuse_half_a_reduction(layout: _Layout) -> None:
 def _accumulated(name: str, step: int) -> str:
     return (
         f"gradients are accumulated over more than one step (first {name}): step {step} was saved with them, "
-        f"which makes checkpoints larger by their size. {PATTERN}"
+        f"which makes checkpoints that much larger. {PATTERN}"
     )
 
 
@@ -556,7 +556,7 @@ def _modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str
 
 def _is_shared_out(gradient: torch.Tensor) -> bool:
     """Whether each rank holds a part of it: then what is in one part must not decide, or ranks would differ,
-    and a checkpoint with some parts of it alone cannot be planned."""
+    and a checkpoint that holds only some of its parts cannot be planned."""
     return isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
 
 
@@ -568,7 +568,7 @@ def _version(gradient: torch.Tensor) -> int:
 
 def _stored_whole(gradient: torch.Tensor) -> bool:
     """Whether it is of a kind that cannot be stored as plain bytes under a name."""
-    if type(gradient) is torch.Tensor:  # most are
+    if type(gradient) is torch.Tensor:  # as most are
         return gradient.layout is not torch.strided
     local: Any = local_part(gradient)
     return local.layout is not torch.strided or is_traceable_wrapper_subclass(local)
@@ -583,7 +583,7 @@ def all_zero(gradient: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _all_zero(gradients: list[torch.Tensor]) -> list[bool]:
-    """Of each, with one wait for each device."""
+    """For each whether it is, with only one wait for each device."""
     answers: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for at, gradient in enumerate(gradients):
         local = local_part(gradient).contiguous()
@@ -602,7 +602,7 @@ def _unsynced(layout: _Layout) -> list[str]:
 
 
 class _Described:
-    """What a resume needs to know of a gradient; of those that are alike it is one and the same object."""
+    """What a resume needs to know of a gradient; gradients that are alike share one and the same object."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -624,7 +624,7 @@ def _made(place: _Place, entry: Mapping[str, Any], fill: Callable[..., torch.Ten
     if shape != tuple(parameter.shape):
         raise IncompleteStateError(
             f"the gradient {place.name} has shape {shape} in the checkpoint; the parameter's is "
-            f"{tuple(parameter.shape)}. Make the model what it was"
+            f"{tuple(parameter.shape)}. Build the model as it was"
         )
     local, placements = local_part(parameter), entry["placements"]
     size = tuple(local.shape) if place.hidden is None else shape
@@ -632,9 +632,9 @@ def _made(place: _Place, entry: Mapping[str, Any], fill: Callable[..., torch.Ten
         mesh = parameter.device_mesh
         if placements is not None and len(placements) == mesh.ndim:
             size = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[0]
-        else:  # it was laid out otherwise then, or not at all
+        else:  # it was laid out differently then, or not at all
             placements = None
-    if size == tuple(local.shape):  # also the order in memory is the parameter's
+    if size == tuple(local.shape):  # the order in memory is the parameter's, too
         made = fill(local, dtype=entry["dtype"])
     else:
         made = fill(local.new_empty(size), dtype=entry["dtype"])

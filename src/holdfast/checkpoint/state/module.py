@@ -4,15 +4,15 @@ Guarantee: after `apply` the module is, bit for bit, what the checkpoint holds o
 and names what is not. Two things make it so:
 
 * A tensor is read straight into the module's memory only where that is provably what load_state_dict would
-  do: it *is* the memory of the parameter or buffer registered under its name, and nothing above it loads in a
+  do: that memory *is* the parameter's or buffer's registered under its name, and nothing above it loads in a
   way of its own. Everything else (what get_extra_state gave, what a module keeps in a format of its own,
-  whatever hooks have a hand in) is read into memory of its own, shaped as in the checkpoint, and goes through
+  whatever hooks have a hand in) is read into separate memory, shaped as in the checkpoint, and goes through
   load_state_dict: all of the module, strictly, once. What the module then says its state is must be what was
   read.
-* What training changed and a state_dict does not tell is recorded beside it, against the module as the script
-  had built it (`Built`): buffers that are not persistent, were registered meanwhile, have another shape or
-  are gone, parameters frozen or thawed, modules set to train or to evaluate. Parameters that come, go or
-  change their shape have no place in the fresh module of a resume: such a save is refused by name.
+* What training changed but a state_dict does not show is recorded beside it, relative to the module as the
+  script had built it (`Built`): buffers that are not persistent, were registered meanwhile, have another
+  shape or are gone, parameters frozen or thawed, modules set to train or to evaluate. Parameters that come,
+  go or change their shape have no place in the fresh module of a resume: such a save is refused by name.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from holdfast.checkpoint.state.adapters import Wrapped, rewrapped, split
 from holdfast.errors import IncompleteStateError, SaveFailedError
 
 RECORD = "holdfast.changed"
-"""Where the changes that a state_dict does not tell are kept, among what is not a tensor."""
+"""Where the changes that a state_dict does not show are kept, among what is not a tensor."""
 LOOSE = "holdfast.loose."
-"""Before the names of buffers that are stored although they are not persistent: no state_dict has them. Each
-rank's record says which of them it stored: what another rank changed, this one need not have."""
+"""Prefix to the names of buffers that are stored although they are not persistent: no state_dict has them.
+Each rank's record says which of them it stored: what another rank changed, this one need not have."""
 EXTRA = "_extra_state"
 """The last part of the name of what get_extra_state gave."""
 FIRST_VERSION = {"version": 1}
@@ -51,15 +51,15 @@ PLAIN_LOADS = (
     NormBase._load_from_state_dict,
     InstanceNorm._load_from_state_dict,
 )
-"""Those that only copy what is registered, as long as the checkpoint has all of it. The normalisations' add
-or leave out what releases before 0.4 did not store."""
+"""Loads that only copy what is registered, as long as the checkpoint has all of it. Those of normalisations
+add or leave out what releases before 0.4 did not store."""
 PLAIN_HOOKS = (
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "torch.nn.utils.parametrizations",
 )
-"""Where hooks come from that change no value: shards put in place before they are read, prefixes of wrappers,
-names of older releases."""
+"""Where hooks that change no value come from: they put shards in place before these are read, or deal with
+prefixes of wrappers and names of older releases."""
 
 
 # --- the modules of a model -------------------------------------------------------------------------------
@@ -67,21 +67,21 @@ names of older releases."""
 
 @dataclass(frozen=True)
 class Submodule:
-    """One module of a tracked one, under its prefixes: empty, or with a dot at the end."""
+    """A module within a tracked one, with its prefixes: each empty, or ending in a dot."""
 
     module: nn.Module
     raw: str
-    """In a state_dict's `_metadata`: the path of attributes."""
+    """Its prefix in a state_dict's `_metadata`: the path of attributes."""
     key: str
-    """In the keys of a state_dict."""
+    """Its prefix in the keys of a state_dict."""
     name: str
-    """In a checkpoint: no wrapper (DDP, torch.compile, activation checkpointing) is to be seen."""
+    """Its prefix in a checkpoint: shows no wrapper (DDP, torch.compile, activation checkpointing)."""
     foreign: bool
     """Whether it, or one that contains it, loads in a way of its own."""
 
 
 def members(model: nn.Module) -> list[Submodule]:
-    """The model and all modules in it; one that is in it twice is listed twice."""
+    """The model and all modules in it; a module that occurs twice is listed twice."""
     return list(_members(Submodule(model, "", "", "", _overrides(model, "load_state_dict"))))
 
 
@@ -101,7 +101,7 @@ def _members(member: Submodule) -> Iterator[Submodule]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether this is what torch.compile puts around a module. If there is one, its code is loaded."""
+    """Whether this is what torch.compile puts around a module; if any exists, the code for it is loaded."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
@@ -111,7 +111,7 @@ def _overrides(module: nn.Module, method: str) -> bool:
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
-    """Whether what happens to the state of this module, or of those in it, is more than copying."""
+    """Whether loading does more to the state of this module, or of those in it, than copy it."""
     load = getattr(module._load_from_state_dict, "__func__", None)
     return load not in PLAIN_LOADS or any(map(_is_own, module._load_state_dict_pre_hooks.values()))
 
@@ -123,7 +123,7 @@ def _is_own(hook: Any) -> bool:
 
 
 def _takes_part(member: Submodule) -> bool:
-    """Whether a load of the module must be told to it, even if all its tensors are in place already."""
+    """Whether the module must take part in a load, even if all its tensors are already in place."""
     module = member.module
     extra = _overrides(module, "get_extra_state") or _overrides(module, "set_extra_state")
     return member.foreign or extra or any(map(_is_own, module._load_state_dict_post_hooks.values()))
@@ -134,7 +134,7 @@ class _Names:
 
     def __init__(self, found: list[Submodule]) -> None:
         self._by_key = {member.key: member for member in found}
-        self._by_name = {member.name: member for member in found}  # of wrappers the innermost
+        self._by_name = {member.name: member for member in found}  # with wrappers, the innermost
 
     def name(self, key: str) -> str:
         member = _longest(self._by_key, key)
@@ -159,7 +159,7 @@ def _longest(by_prefix: Mapping[str, Submodule], path: str) -> Submodule:
 
 
 def _registered(found: list[Submodule]) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by their names."""
+    """Parameters and persistent buffers, by name."""
     return {
         member.name + leaf: tensor
         for member in found
@@ -214,17 +214,17 @@ class _Buffer:
     kind: tuple[object, ...] | None
     persistent: bool
     content: str
-    """Its fingerprint, of one that is not persistent."""
+    """Its fingerprint, if it is not persistent."""
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Shape and dtype; None of a lazy one, which has none yet."""
+    """Shape and dtype; None for a lazy tensor, which has none yet."""
     return None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype)
 
 
 @dataclass
 class Built:
-    """A module when the script had built it, before anything was loaded: what a resume will find."""
+    """A module as the script built it, before anything was loaded: what a resume will find."""
 
     parameters: dict[str, _Parameter] = field(default_factory=dict)
     buffers: dict[str, _Buffer] = field(default_factory=dict)
@@ -232,12 +232,12 @@ class Built:
     foreign: set[str] = field(default_factory=set)
     """Prefixes of the modules that load in a way of their own: they may take what does not look like them."""
     loaded: Mapping[str, Any] = field(default_factory=dict)
-    """What the loaded checkpoint had recorded: recorded again, because a restart within the process may use
-    a module again that training has changed already."""
+    """What the loaded checkpoint had recorded: recorded again, because a restart within the process may reuse
+    a module that training has already changed."""
 
 
 def look_at(model: nn.Module) -> Built:
-    """Now, when nothing is added any more before a load."""
+    """Call it once nothing more will be added before a load."""
     built = Built()
     found = members(model)
     built.training = {member.name: member.module.training for member in found}
@@ -275,7 +275,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fingerprints(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Of what this rank holds of tensors, by name; those that cannot be seen as plain bytes are left out."""
+    """Those of this rank's part of tensors, by name; leaves out what cannot be viewed as plain bytes."""
     kinds: dict[str, str] = {}
     plains: list[torch.Tensor] = []
     for name, value in _flat(tensors):
@@ -302,7 +302,7 @@ def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
 def _changes(
     found: list[Submodule], built: Built, part: str
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(what to record, the tensors to store with it) of what a state_dict does not tell."""
+    """(what to record, the tensors to store with it) for changes that a state_dict does not show."""
     names, before = _Names(found), built.loaded
     known = {*before.get("buffers", []), *before.get("loose", [])}
     foreign = built.foreign | {member.name for member in found if member.foreign}
@@ -312,9 +312,9 @@ def _changes(
     for name, buffer, persistent in _buffers(found):
         owner = names.owner(name).name
         if persistent and owner in foreign:
-            continue  # it says itself what it is like
+            continue  # its module's own state says what it is like
         if not persistent and (name not in prints or owner not in built.training):
-            continue  # nothing to store, or made by a module that is itself made anew
+            continue  # nothing to store, or made by a module that will itself be made anew
         now = _Buffer(_kind(buffer), persistent, prints.get(name, ""))
         if now != built.buffers.get(name) or name in known:
             changed.append(name)
@@ -337,21 +337,21 @@ def _changes(
     }
     _refuse_misfits(found, built, part, foreign, changed)
     buffers = [name for name in changed if name not in loose]
-    told = {
+    changes = {
         "buffers": buffers,
         "loose": [name for name in changed if name in loose],
         "gone": sorted(gone),
         "requires_grad": thawed,
         "training": training,
     }
-    record = {what: values for what, values in told.items() if values}
+    record = {what: values for what, values in changes.items() if values}
     return record, {LOOSE + name: loose[name] for name in changed if name in loose}
 
 
 def _refuse_misfits(
     found: list[Submodule], built: Built, part: str, foreign: set[str], changed: list[str]
 ) -> None:
-    """What a fresh module would not take, named now and not when a resume finds out."""
+    """Name what a fresh module would not take, now rather than when a resume finds out."""
     names = _Names(found)
     problems: list[str] = []
     now = {name: parameter for name, parameter in _parameters(found) if names.owner(name).name not in foreign}
@@ -369,13 +369,15 @@ def _refuse_misfits(
                 f"it was {_told(was.kind)}"
             )
         elif was.tied_to != tied_to:
-            tied = f"is the same as {tied_to}" if tied_to != name else f"is no more the same as {was.tied_to}"
+            tied = f"is the same as {tied_to}"
+            if tied_to == name:
+                tied = f"is no longer the same as {was.tied_to}"
             problems.append(f"{part}.{name}, a parameter of {kind}, {tied}")
-    here = {name for name, _ in _parameters(found)}
+    present = {name for name, _ in _parameters(found)}
     problems += [
-        f"{part}.{name}, a parameter, was taken away"
+        f"{part}.{name}, a parameter, was removed"
         for name in built.parameters
-        if name not in here and not name.startswith(tuple(foreign))
+        if name not in present and not name.startswith(tuple(foreign))
     ]
     problems += [
         f"{part}.{name}, a buffer, is in a module that was added"
@@ -384,7 +386,7 @@ def _refuse_misfits(
     ]
     prefixes = {member.name for member in found}
     problems += [
-        f"{part}.{name}, a buffer, is in a module that was taken away"
+        f"{part}.{name}, a buffer, is in a module that was removed"
         for name, buffer in built.buffers.items()
         if buffer.persistent
         and name[: name.rfind(".") + 1] not in prefixes
@@ -400,7 +402,7 @@ def _refuse_misfits(
 
 
 def _told(kind: tuple[object, ...] | None) -> str:
-    return "one without a shape" if kind is None else f"{kind[1]} {kind[0]}"
+    return "shapeless (lazy)" if kind is None else f"{kind[1]} {kind[0]}"
 
 
 # --- collecting -------------------------------------------------------------------------------------------
@@ -433,7 +435,7 @@ def collect(model: nn.Module, part: str, built: Built | None) -> tuple[dict[str,
 
 
 def materialise(model: nn.Module, part: str, metadata: Metadata) -> None:
-    """Give lazy parameters and buffers the shape that they have in the checkpoint; optimizers need it."""
+    """Give lazy parameters and buffers the shape that they have in the checkpoint, as optimizers need it."""
     for member in members(model):
         for leaf, tensor in [*member.module._parameters.items(), *member.module._buffers.items()]:
             entry = metadata.state_dict_metadata.get(f"{part}.{member.name}{leaf}")
@@ -444,9 +446,9 @@ def materialise(model: nn.Module, part: str, metadata: Metadata) -> None:
 
 
 def targets(model: nn.Module, part: str, saved: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """What to read into: live memory where that is as good as load_state_dict, else memory of its own.
+    """What to read into: live memory where that is as good as load_state_dict, else separate memory.
 
-    `saved` is what the checkpoint holds of the module that is no tensor.
+    `saved` is what the checkpoint holds of the module besides tensors.
     """
     live, _ = collect(model, part, None)
     stored = {
@@ -464,7 +466,7 @@ def targets(model: nn.Module, part: str, saved: Mapping[str, Any], metadata: Met
             wanted[name] = value
         elif _is_stored(name, value, stored):
             wanted[name] = _fresh(name, value, stored)
-        # Else load_state_dict says that it is missing, or the module does without.
+        # Otherwise load_state_dict reports it as missing, or the module does without it.
     for name in record.get("gone", []):
         wanted.pop(name, None)
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -519,7 +521,7 @@ def apply(
     saved: Mapping[str, Any],
     built: Built | None,
 ) -> None:
-    """Put what was loaded into the module. What was read in place is there already."""
+    """Put what was loaded into the module. What was read in place is already there."""
     others = {name: value for name, value in saved.items() if name != RECORD}
     record = saved.get(RECORD, {})
     loose = {name.removeprefix(LOOSE): t for name, t in tensors.items() if name.startswith(LOOSE)}
@@ -537,7 +539,7 @@ def apply(
 
 
 def _set_up(model: nn.Module, record: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-    """Change the module as training had changed it: what load_state_dict could not do."""
+    """Change the module as training had changed it, where load_state_dict could not."""
     found = members(model)
     names = _Names(found)
     _set_buffers(found, buffers, persistent=True)
@@ -579,13 +581,13 @@ def _load(
     others: Mapping[str, Any],
     versions: Mapping[str, Any] | None,
 ) -> None:
-    """All of it through load_state_dict, and then see whether the module took it."""
+    """Put all of it through load_state_dict, then check that the module took it."""
     found = members(model)
     names = _Names(found)
     state: Any = OrderedDict((names.key(n), value) for n, value in {**rewrapped(tensors), **others}.items())
     today = getattr(model.state_dict(), "_metadata", {})
     upgraded: tuple[str, ...] = ()
-    if versions is None:  # an older checkpoint: as the module would say today
+    if versions is None:  # an older checkpoint: use what the module says today
         state._metadata = today
     else:
         state._metadata = {
@@ -612,7 +614,7 @@ def _load(
     now, others_now = collect(model, part, None)
     found_now = _fingerprints(now)
     for name, fingerprint in read.items():
-        # A class that has another version by now may make something else of what an older one saved.
+        # A class whose version has changed since may turn what an older one saved into something else.
         if found_now.get(name) != fingerprint and not name.startswith(upgraded):
             raise _not_taken(part, name, names.owner(name).module)
     name = _certain_difference(model, part, others, others_now)
@@ -621,8 +623,8 @@ def _load(
 
 
 def _certain_difference(model: nn.Module, part: str, given: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first entry that is not what was given; one that is another whenever it is asked for is no sign."""
-    from holdfast.checkpoint.state.proof import first_difference  # it builds on this
+    """The first entry that is not what was given; an entry that differs at every look is no evidence."""
+    from holdfast.checkpoint.state.proof import first_difference  # proof builds on this module
 
     for name, value in given.items():
         if name not in now:

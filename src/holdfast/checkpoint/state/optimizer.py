@@ -1,22 +1,22 @@
 """An optimizer's state, as checkpoint state, and the tensors that a load reads into.
 
 Guarantee: taking the state, and finding out what a load reads into, change nothing: no step is made, no
-gradient, learning rate or entry comes into being, and no hook runs but those of the optimizer's own
+gradient, learning rate or entry comes into being, and no hook runs except those of the optimizer's own
 `state_dict`. (torch's own `get_optimizer_state_dict` steps an optimizer that has no state yet.) What a load
-reads into is made after what was saved, not after what a first step of this optimizer would make; how it gets
-into the optimizer is told in optimizer_load.py.
+reads into is modelled on what was saved, not on what a first step of this optimizer would make;
+optimizer_load.py puts it into the optimizer.
 
 In a checkpoint each tensor lies under `<part>.state.<parameter>.<key>`, with the parameter's qualified name
-as `get_model_state_dict` spells it, and deeper where it lies in lists or dicts. Everything else is in the
+as `get_model_state_dict` spells it, and deeper if it lies in lists or dicts. Everything else is in the
 rank's blob:
 
-state         of each parameter that has an entry: what in it is neither a tensor nor holds one
+state         for each parameter that has an entry: whatever in it neither is a tensor nor holds one
 param_groups  with the parameters' names
-keys          which tensors this rank has of which parameters; another rank may have others
-nested        containers that hold tensors: their form, without those
-whole         entries that are no dict with text for keys: their form
-named         entries under something else than a parameter: their form
-extra         what else the optimizer's `state_dict` gives: its form
+keys          which tensors this rank has for which parameters; another rank may have others
+nested        containers that hold tensors: their form, without the tensors
+whole         entries that are not a dict with text for keys: their form
+named         entries under something other than a parameter: their form
+extra         whatever else the optimizer's `state_dict` gives: its form
 packed        instead of all these: what a `state_dict` gives that is not of torch's form
 tensors       what is unusual about a tensor; see `_unusual`. A checkpoint of an older release has none
 made          (parameter, key) of what is not in `optimizer.state` but was made by its `state_dict`
@@ -52,7 +52,7 @@ Form = tuple[Any, ...]
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector: it would go through the many small objects made here again and again."""
+    """Without the garbage collector, which would repeatedly go through the many small objects made here."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -63,7 +63,7 @@ def uncollected() -> Iterator[None]:
 
 
 def refuse_flat_parameters(name: str, model: nn.Module) -> None:
-    """FSDP1 gives out gathered copies of its state, into which a load would read without any effect."""
+    """FSDP1 returns gathered copies of its state, into which a load would read without effect."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UsageError(
             f"track({name}=…): the model is wrapped in FullyShardedDataParallel, whose state cannot be "
@@ -72,7 +72,7 @@ def refuse_flat_parameters(name: str, model: nn.Module) -> None:
 
 
 def refuse_what_cannot_be_taken(name: str, optimizer: Optimizer) -> None:
-    """An optimizer whose ranks hold a share each has a state only once that is gathered on one rank."""
+    """If each rank holds a share of an optimizer, its state exists only once gathered on one rank."""
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
             f"track({name}=…): the state of a ZeroRedundancyOptimizer lies in shares on all ranks, and its "
@@ -82,7 +82,7 @@ def refuse_what_cannot_be_taken(name: str, optimizer: Optimizer) -> None:
 
 
 def refuse_strangers(name: str, optimizer: Optimizer, models: Iterable[tuple[str, nn.Module]]) -> None:
-    """Parameters that were a tracked model's when the run began, and are nobody's now: no resume has them."""
+    """Parameters that were a tracked model's when the run began, but no longer are: no resume has them."""
     known = {id(parameter) for _, model in models for parameter in model.parameters()}
     strangers = [
         f"parameter {place} of group {number}, of shape {tuple(parameter.shape)}"
@@ -94,8 +94,8 @@ def refuse_strangers(name: str, optimizer: Optimizer, models: Iterable[tuple[str
         more = f", and {len(strangers) - 4} more" if len(strangers) > 4 else ""
         raise SaveFailedError(
             f"since the run began, {'; '.join(strangers[:4])}{more} of {name} belongs to no tracked model "
-            "any more: a module was given another parameter in its place, and the optimizer was not told, so "
-            "it goes on with the old one, which no resume would have. Put the new parameter into the "
+            "any more: a module was given another parameter in its place, but the optimizer still holds the "
+            "old one, which no resume would have. Put the new parameter into the "
             "optimizer's param_groups, or change the model before the optimizer is made"
         )
 
@@ -103,7 +103,7 @@ def refuse_strangers(name: str, optimizer: Optimizer, models: Iterable[tuple[str
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters under the names that checkpoints use: those of the model without its wrappers.
 
-    A parameter that has several names has the first of them here.
+    A parameter with several names appears under the first of them.
     """
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
@@ -143,7 +143,7 @@ class _Home:
 def homes_of(
     optimizer: Optimizer, names: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, _Home]:
-    """By name; of the parameters in these groups, which hold names. Empty: the home of all other entries."""
+    """By name, for the parameters that these groups name. Under "": the home of all other entries."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     found = {"": _Home(None, {}, first.device if first is not None else torch.device("cpu"))}
     for group in groups:
@@ -162,7 +162,7 @@ def collect(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors, everything else) of an optimizer whose parameters are all the model's. No copies are made.
 
-    `names`: what `parameter_names` gives, where that is known.
+    `names`: what `parameter_names` gives, if that is known.
     """
     if names is None:
         names = parameter_names(model)
@@ -229,7 +229,7 @@ def collect(
 
 
 def _is_packed(given: Any, count: int) -> bool:
-    """Whether a state_dict has the form that torch gives it, with numbers for this many parameters."""
+    """Whether a state_dict has the form that torch gives it, with this many parameters, numbered."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         return False
     numbers = [number for group in given["param_groups"] for number in group["params"]]
@@ -237,7 +237,7 @@ def _is_packed(given: Any, count: int) -> bool:
 
 
 def _refuse_numbered(part: str, optimizer: Optimizer, count: int) -> None:
-    """state_dict numbers the parameters, so that nobody could tell such an entry from a parameter's."""
+    """state_dict numbers the parameters, so an entry under a number could not be told from a parameter's."""
     keys: Iterable[Any] = optimizer.state
     for key in keys:
         if isinstance(key, int) and 0 <= key < count:
@@ -309,14 +309,14 @@ def is_named_tuple(value: object) -> bool:
 
 
 def _is_wrapping(tensor: Any) -> bool:
-    """Whether a tensor has no bytes of its own, but inner ones that have; DTensors are another matter."""
+    """Whether a tensor has no bytes of its own, only inner tensors that do; DTensors are another matter."""
     if type(tensor) in (torch.Tensor, nn.Parameter):  # the usual case, many times at every save
         return False
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def _usual_device(home: _Home, path: Path, size: torch.Size) -> torch.device:
-    """Where a tensor of this place lies unless noted otherwise: `step` as torch's optimizers have it."""
+    """The device of a tensor in this place unless noted otherwise: `step` as torch's optimizers have it."""
     if home.parameter is None:
         return torch.device("cpu")
     if _is_step(path, size) and not (home.group.get("capturable") or home.group.get("fused")):
@@ -329,21 +329,21 @@ def _is_step(path: Path, size: torch.Size) -> bool:
 
 
 def _is_like(home: _Home, path: Path, size: torch.Size) -> bool:
-    """Whether a tensor of this place and size is laid out as its parameter, unless noted otherwise."""
+    """Whether a tensor of this place and size is laid out like its parameter, unless noted otherwise."""
     return home.parameter is not None and home.parameter.size() == size and not _is_step(path, size)
 
 
 def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
     """What a load has to know of a tensor besides size, type and its parameter; most often nothing.
 
-    device      the kind of device, where it is another than usual
-    placements  of a DTensor that is not laid out as its parameter
-    plain       it is no DTensor although its parameter is one of the same size
-    local       so is it, and of the size of what this rank holds of the parameter
-    order       of its dimensions in memory, where it is another than usual
-    wraps       what a tensor subclass needs to be made of its inner tensors
+    device      the kind of device, if not the usual one
+    placements  those of a DTensor that is not laid out like its parameter
+    plain       it is not a DTensor although its parameter is one, of the same size
+    local       it is not a DTensor either, but of the size of this rank's part of the parameter
+    order       that of its dimensions in memory, if not the usual one
+    wraps       what it takes to make a tensor subclass from its inner tensors
     grad        it requires a gradient
-    same        (noted by `_Lifting`) the path of another one in the same memory, or the name of a parameter
+    same        (noted by `_Lifting`) the path of another tensor in the same memory, or a parameter's name
     """
     facts: dict[str, Any] = {}
     size, parameter = tensor.size(), home.parameter
@@ -354,7 +354,7 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
         facts["device"] = "parameter" if tensor.device == home.device else tensor.device.type
     if isinstance(tensor, DTensor):
         if not isinstance(parameter, DTensor) or tensor.device_mesh != parameter.device_mesh:
-            raise ValueError("it is distributed over another mesh than its parameter is")
+            raise ValueError("it is distributed over a different mesh from its parameter")
         if not like or tensor.placements != parameter.placements:
             facts["placements"] = tuple(tensor.placements)
         return facts
@@ -366,7 +366,7 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
     if isinstance(parameter, DTensor):
         if like:
             facts["plain"] = True
-        alone = parameter.device_mesh.size() == 1  # then nobody can tell what is whole from what is a share
+        alone = parameter.device_mesh.size() == 1  # then a whole tensor cannot be told from a share
         if size and size == local_part(parameter).size() and (alone or not like):
             facts["local"] = True
     usual = parameter if like and not isinstance(parameter, DTensor) else None
@@ -378,7 +378,7 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """The same for tensors that are one and the same memory, seen alike."""
+    """Equal for tensors that are the same memory, viewed in the same way."""
     local: Any = local_part(tensor)
     if _is_wrapping(local) or not local.numel():
         return id(tensor)
@@ -386,7 +386,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions by how far apart their elements lie, farthest first."""
+    """The dimensions, ordered by how far apart their elements lie, farthest first."""
     apart = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda at: -apart[at]))
 
@@ -400,7 +400,7 @@ def targets(
 ) -> dict[str, Any]:
     """The tensors to read into: the optimizer's own where they are of the kind that was saved, else new ones.
 
-    Only those that are stored; what is stored and has no place in this optimizer is left out, for the strict
+    Only those that are stored; what is stored but has no place in this optimizer is left out, for the strict
     check to name.
     """
     if "packed" in others:
@@ -414,7 +414,7 @@ def targets(
 def stock_targets(
     part: str, optimizer: Optimizer, model: nn.Module, metadata: Metadata
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the tensors to read into, all else) for a plain DCP directory, which only tells names and sizes."""
+    """(the tensors to read into, all else) for a plain DCP directory, which gives only names and sizes."""
     names = parameter_names(model)
     name_of = {id(parameter): name for name, parameter in names.items()}
     groups = [
@@ -434,14 +434,14 @@ def group_names(optimizer: Optimizer, name_of: Mapping[int, str]) -> list[list[s
 def match_groups(
     part: str, live: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], known: Iterable[str]
 ) -> list[int]:
-    """Pure: for each parameter group, which of the saved ones it is; then those that it has to be given.
+    """Pure: for each parameter group, which saved group it is; then the saved groups still to be added.
 
-    A group that was added while the run trained is not there when the script starts again.
+    A group that was added while the run trained does not exist when the script starts again.
     """
     left = {at: frozenset(group) for at, group in enumerate(saved)}
     found: list[int] = []
     problems: list[str] = []
-    there = frozenset[str]().union(*left.values())
+    saved_names = frozenset[str]().union(*left.values())
     for at, group in enumerate(live):
         members = frozenset(group)
         match = next((saved_at for saved_at, others in left.items() if others == members), None)
@@ -449,7 +449,7 @@ def match_groups(
             found.append(match)
             del left[match]
             continue
-        new = sorted(members - there)
+        new = sorted(members - saved_names)
         problems += [
             f"{part}: parameter {name} is optimized, but was not when this was saved" for name in new
         ]
@@ -509,7 +509,7 @@ class _Reading:
         return tree
 
     def _share(self, tree: dict[str, Any], path: Path, same: Path) -> None:
-        """Let what was in the same memory be so again."""
+        """Put what shared memory into shared memory again."""
         node, other = _at(tree, path[:-1]), _at(tree, same)
         if len(same) == 1 and same[0] in self._homes:
             parameter = self._homes[same[0]].parameter
@@ -526,7 +526,7 @@ class _Reading:
         if "wraps" in facts:
             inner = {key: self._make(one, (*path, key), name) for key, one in node.items()}
             return _wrapped(inner, facts)
-        if self._notes is None and len(path) == 3:  # of an older release, which did not say what it wraps
+        if self._notes is None and len(path) == 3:  # from an older release, which did not note wrappers
             like = live if live is not None else home.parameter
             if like is not None and _is_wrapping(like):
                 return unwrapped(like if like is live else torch.zeros_like(like))
@@ -542,7 +542,7 @@ class _Reading:
         if facts.get("local") and isinstance(parameter, DTensor) and local_part(parameter).size() != size:
             raise IncompleteStateError(
                 f"{self._name(path)}: each rank kept its own, of shape {tuple(size)}; now a rank holds "
-                f"{tuple(local_part(parameter).size())} of the parameter. Resume as saved"
+                f"{tuple(local_part(parameter).size())} of the parameter. Resume with as many ranks as saved"
             )
         tensor = _empty(size, dtype, home, path, facts, self._name(path))
         return tensor.requires_grad_() if facts.get("grad") else tensor
@@ -555,7 +555,7 @@ class _Reading:
         home: _Home,
         facts: Mapping[str, Any],
     ) -> bool:
-        """Whether the optimizer's own tensor is of the kind that was saved, and its memory nobody else's."""
+        """Whether the optimizer's own tensor is of the kind that was saved, with memory all its own."""
         if live.size() != entry.size or live.dtype != entry.properties.dtype:
             return False
         if self._notes is not None:
@@ -603,7 +603,7 @@ def _stored(part: str, homes: Mapping[str, _Home], metadata: Metadata) -> dict[s
 
 
 def _path_of(key: str, homes: Mapping[str, _Home]) -> Path:
-    """Where a name came from, if that was not kept: parameters' names have dots, too."""
+    """The path that a name came from, where it was not kept: parameters' names have dots, too."""
     kind, _, rest = key.partition(".")
     elements = rest.split(".")
     for at in range(len(elements), 0, -1):
@@ -614,7 +614,7 @@ def _path_of(key: str, homes: Mapping[str, _Home]) -> Path:
 
 
 def live_tensors(optimizer: Optimizer, homes: Mapping[str, _Home]) -> dict[Path, torch.Tensor]:
-    """The tensors that an optimizer has now, by the places under which they would be stored."""
+    """The tensors that an optimizer has now, by the paths under which they would be stored."""
     found: dict[Path, torch.Tensor] = {}
 
     def walk(value: Any, path: Path) -> None:
@@ -638,7 +638,7 @@ def live_tensors(optimizer: Optimizer, homes: Mapping[str, _Home]) -> dict[Path,
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """The same for tensors in the same memory."""
+    """Equal for tensors in the same memory."""
     local: Any = local_part(tensor)
     if _is_wrapping(local) or local.layout is not torch.strided or not local.numel():
         return id(tensor)
@@ -653,14 +653,14 @@ def _empty(
     facts: Mapping[str, Any],
     name: str,
 ) -> torch.Tensor:
-    """A tensor of the kind that was saved, for this world: as its parameter is laid out now."""
+    """A tensor of the kind that was saved, for this world: laid out as its parameter is now."""
     parameter = home.parameter
     if "placements" in facts:
         if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != len(facts["placements"]):
             raise IncompleteStateError(
                 f"{name}: it was distributed as {list(facts['placements'])}, and its parameter's mesh is "
                 f"{parameter.device_mesh if isinstance(parameter, DTensor) else 'none'} now. Resume with a "
-                "mesh of as many dimensions as saved it"
+                "mesh of as many dimensions as it was saved with"
             )
         made: torch.Tensor = distributed_empty(
             size, dtype=dtype, device_mesh=parameter.device_mesh, placements=facts["placements"]

@@ -1,9 +1,9 @@
 """Putting loaded state into an optimizer, by its own `load_state_dict`.
 
-Guarantee: afterwards everything in `optimizer.state` is bitwise what was saved, in its type, on the kind of
-device and in the layout that it had; or the load is refused by name. torch's `load_state_dict` casts state to
-its parameter's type, moves it to its parameter's device and makes every container anew; one of the
-optimizer's own, or a hook of it, may do anything, such as a step. So what is there is compared with what was
+Guarantee: afterwards everything in `optimizer.state` is bitwise what was saved, with the type, the kind of
+device and the layout that it had; or the load is refused by name. torch's `load_state_dict` casts state to
+its parameter's type, moves it to its parameter's device and makes every container anew; an optimizer's own
+`load_state_dict`, or a hook on it, may do anything, such as a step. So the result is compared with what was
 read, and put right. Gradients stay as they are.
 """
 
@@ -50,7 +50,7 @@ def apply(
     tensors: Mapping[str, Any],
     others: Mapping[str, Any],
 ) -> None:
-    """Give an optimizer the state that was read, by its own `load_state_dict`, and see that it has it."""
+    """Give an optimizer the state that was read, by its own `load_state_dict`, and check that it has it."""
     if "packed" in others:
         load_packed(part, optimizer, others["packed"])
         return
@@ -93,7 +93,7 @@ def apply(
 
 
 def load_packed(part: str, optimizer: Optimizer, packed: Any) -> None:
-    """Give an optimizer what its `state_dict` gave, as it came back from a blob, and see that it has it."""
+    """Give an optimizer what its `state_dict` gave, as it came back from a blob, and check that it has it."""
     if not isinstance(packed, dict) or not {"state", "param_groups"} <= packed.keys():
         optimizer.load_state_dict(packed)
         return
@@ -139,7 +139,7 @@ def _add_group(
 
 
 def _whole(form: Form, node: Any) -> Any:
-    """The container that a form was made of, around the tensors that were read."""
+    """The container that a form describes, around the tensors that were read."""
     kind = form[0]
     if kind == "tensor":
         return unwrap(node)
@@ -158,7 +158,7 @@ def _whole(form: Form, node: Any) -> Any:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Tensors that come out of a blob are on the host; they belong beside their parameter."""
+    """Tensors out of a blob are on the host; they belong on their parameter's device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if type(value) in (dict, OrderedDict):
@@ -169,7 +169,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class _Loading:
-    """One call of an optimizer's `load_state_dict`, and what has to be looked at around it."""
+    """One call of an optimizer's `load_state_dict`, and the checks around it."""
 
     def __init__(self, part: str, optimizer: Optimizer) -> None:
         self._part = part
@@ -183,7 +183,7 @@ class _Loading:
         """Whether more than torch's own code runs, which may well step the optimizer."""
 
     def apart(self, tensors: Mapping[str, Any], live: Mapping[Path, torch.Tensor]) -> dict[str, Any]:
-        """The tensors; copies of those that such code might change because they are the optimizer's own."""
+        """The tensors; as copies where custom code might change them because they are the optimizer's own."""
         own = {id(tensor) for tensor in live.values()} if self._is_custom else set()
 
         def copied(node: Any) -> Any:
@@ -234,25 +234,25 @@ class _Loading:
                     "do nothing but take the state over"
                 )
         self._put_right(entries, made)
-        for group, there in zip(optimizer.param_groups, devices, strict=True):
-            for key, device in there.items():
+        for group, device_of in zip(optimizer.param_groups, devices, strict=True):
+            for key, device in device_of.items():
                 if isinstance(value := group.get(key), torch.Tensor):
                     group[key] = value.to(device)
 
     def _put_right(self, entries: Mapping[int, Any], made: set[tuple[int, str | None]]) -> None:
-        """Whatever is not in the optimizer as it was read: torch casts it, or code of its own forgot it."""
+        """Put in whatever is not there as it was read: torch cast it, or the optimizer's own code lost it."""
         optimizer = self._optimizer
         order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(order):
             if number not in entries:
                 if self._is_custom and not made:
-                    optimizer.state.pop(parameter, None)  # it was made on the way, by a step that never was
+                    optimizer.state.pop(parameter, None)  # the load made it, by a step that never took place
                 continue
             entry, found = entries[number], optimizer.state.get(parameter)
             if (number, None) in made:
                 continue
             if isinstance(entry, dict) and found is None and all((number, key) in made for key in entry):
-                continue  # it is another optimizer's, whose state this one's state_dict gives as its own
+                continue  # it belongs to another optimizer, whose state this one's state_dict reports too
             if not isinstance(entry, dict) or not isinstance(found, dict):
                 if not _is_same(entry, found):
                     optimizer.state[parameter] = entry
@@ -263,13 +263,13 @@ class _Loading:
 
 
 def _searchable(numbers: Sequence[int]) -> Sequence[int]:
-    """The same numbers; torch looks each of them up for every tensor, which takes long in a long list."""
+    """The same numbers, quick to search: torch looks them up for every tensor, which is slow in a list."""
     count = range(numbers[0], numbers[0] + len(numbers)) if numbers and type(numbers[0]) is int else numbers
     return count if list(count) == list(numbers) else numbers
 
 
 def _castable(value: Any) -> Any:
-    """As torch's load_state_dict can take it: it makes every iterable anew, also those it cannot make."""
+    """As torch's load_state_dict can take it: it rebuilds every iterable, even those it cannot rebuild."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, dict):
@@ -280,7 +280,7 @@ def _castable(value: Any) -> Any:
 
 
 def _is_same(value: Any, found: Any) -> bool:
-    """Whether what is in the optimizer is what was read. Who cannot tell says no."""
+    """Whether what is in the optimizer is what was read. If in doubt, no."""
     if value is found:
         return True
     if isinstance(value, torch.Tensor):

@@ -58,10 +58,16 @@ class Piece(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.detach.default:
+            whole = args[0]
+            return cls(whole.local.detach(), whole.size(), whole.offsets)
         raise NotImplementedError(f"{function} of a part of a tensor: use its `local`")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Piece({tuple(self.local.size())} at {tuple(self.offsets)} of {tuple(self.size())})"
+
+    def __local_part__(self) -> torch.Tensor:
+        return self.local
 
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(self.offsets, self.local.size())

@@ -1,30 +1,31 @@
 """The proof at the first save of an attempt: what is about to be stored would resume.
 
 A checkpoint whose bytes are right may still be one that no resume takes, or that resumes as something else:
-a class that pickles and does not unpickle, a `load_state_dict` that forgets something, an optimizer that
-ignores a key. Found at the first crash, that costs every hour since the start. So the first save of an
-attempt, and the first one after its structure changed, is loaded again before it is stored, by a fork of the
-trainer: the tracked objects are put back to how they were when the attempt began, as a new process would have
-them; what is stored is read into them just as a resume does it; then it is collected again and compared.
+a class that pickles but does not unpickle, a `load_state_dict` that forgets something, an optimizer that
+ignores a key. Discovered only at the first crash, that costs every hour since the start. So the first save of
+an attempt, and the first one after its structure changed, is loaded again before it is stored, by a fork of
+the trainer: the tracked objects are put back to how they were when the attempt began, as a new process would
+have them; what is stored is read into them exactly as a resume would; then the state is collected again and
+compared.
 
-What that can say, of each part: `values` (all came back by value, or was read in place into the very memory
-that training uses), `structure` (names, kinds, shapes and types fit and the load succeeded, but not all
-values were compared), or `not proven`, and why. It is in the manifest.
+The verdict on each part: `values` (all came back by value, or was read in place into the very memory that
+training uses), `structure` (names, kinds, shapes and types fit and the load succeeded, but not all values
+were compared), or `not proven`, and why. It goes into the manifest.
 
 Guarantee: training waits for at most DEADLINE seconds, once; the fork takes at most about MEMORY bytes of its
 own, touches no device, no socket and no file of the trainer's, prints nothing, and ends with the trainer.
-Nothing that happens to it harms training: if it cannot be had, is killed, crashes or hangs, nothing is proven
-and that is said. A difference counts only where it is certain: in what an object says of itself after a load,
-and of an entry that is not what a new process would begin with anyway.
+Nothing that happens to it harms training: if it cannot be forked, is killed, crashes or hangs, nothing is
+proven, and that is reported. A difference counts only where it is certain: in what an object says of itself
+after a load, about an entry that is not what a new process would begin with anyway.
 
 The trainer has threads, and a fork keeps none of them. It does keep the trainer's handlers, destructors,
 files, sockets, and memory that is shared between processes. None of those may be used in it. So signals are
-blocked and the garbage collector is off from before the fork on, every descriptor leads nowhere, and whoever
-is about to fork looks first at what memory is mapped.
+blocked and the garbage collector is off from before the fork on, every descriptor leads nowhere, and before
+forking the trainer checks what memory is mapped.
 
-Guarantee: the fork never outlives its trainer, and is the first to go where the host runs out of memory.
-`end` waits for no longer than REAP_PATIENCE. It reaps the fork by its own descriptor, so that whoever else
-waits for children of this process, or ignores their signals, is neither disturbed nor believed.
+Guarantee: the fork never outlives its trainer, and is the first to go if the host runs out of memory.
+`end` waits for no longer than REAP_PATIENCE. It reaps the fork by its own descriptor, so that other code that
+waits for children of this process, or ignores their signals, is neither disturbed nor relied on.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ from holdfast.process import MemoryMapping, proc
 # --- the fork that it runs in -------------------------------------------------------------------------------
 
 REAP_PATIENCE = 10.0
-"""Seconds for a fork that has reported, or was killed, to be gone; it has its view of the memory to undo."""
+"""Seconds for a fork that has reported, or was killed, to be gone; its memory has to be unmapped first."""
 REPORT_BYTES = 64 * 1024
-"""What a pipe holds: saying that much never blocks."""
+"""What a pipe holds: writing that much never blocks."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -85,7 +86,7 @@ class Mappings:
         self._starts = [mapping.start for mapping in mappings]
 
     def shares(self, start: int, end: int) -> bool:
-        """Whether some byte of a range would be the same memory in a child: what it writes, all read."""
+        """Whether some byte of a range would be the same memory in a child, whose writes all would see."""
         at = max(0, bisect.bisect_right(self._starts, start) - 1)
         while at < len(self._mappings) and self._mappings[at].start < end:
             if self._mappings[at].shared and start < self._mappings[at].end:
@@ -95,21 +96,22 @@ class Mappings:
 
     @property
     def network_adapter(self) -> str:
-        """An adapter whose memory this process has mapped (RDMA); empty if there is none.
+        """A network adapter (RDMA) whose memory this process has mapped; empty if there is none.
 
-        What its driver does to memory that it has pinned when its process forks is not known here.
+        What its driver does with memory that it has pinned, when the process forks, is not known here.
         """
-        return next((one.path for one in self._mappings if one.path.startswith("/dev/infiniband")), "")
+        paths = (mapping.path for mapping in self._mappings)
+        return next((path for path in paths if path.startswith("/dev/infiniband")), "")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Around a fork: neither a signal handler nor a destructor of the trainer's may ever run in the child."""
+    """Around a fork: no signal handler and no destructor of the trainer's may ever run in the child."""
     collecting = gc.isenabled()
     gc.disable()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if sys.version_info >= (3, 12):
-        # A fork beside threads is what this module is about; made an error, the warning would lose the child.
+        # Forking beside threads is the point of this module; turned into an error, this would lose the child.
         ours = __package__.replace(".", r"\.")
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning, module=rf"{ours}\.proof$")
     try:
@@ -125,16 +127,16 @@ def quiet() -> Iterator[None]:
 
 def die_with(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it died before that took effect
+    if os.getppid() != parent:  # the parent died before that took effect
         os._exit(1)
 
 
 def keep_only(kept: int) -> None:
-    """No file or socket of the trainer's but this one: what is printed or sent goes nowhere."""
+    """Keep no file or socket of the trainer's but this one: what is printed or sent goes nowhere."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in proc.descriptors():
         if number not in (kept, nowhere):
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.fstat(number)
                 os.dup2(nowhere, number)
 
@@ -149,7 +151,7 @@ def say(descriptor: int, told: bytes) -> None:
 
 
 def end(process: int) -> str:
-    """Let it go, and learn how it ended, waiting no longer than for a dead process to be taken apart."""
+    """Kill it and learn how it ended, waiting no longer than it takes to dismantle a dead process."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
     ready = select.poll()
@@ -167,13 +169,13 @@ def end(process: int) -> str:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Types whose equality means what it says. Of anything else only the type is compared."""
+"""Types whose equality means what it says. For anything else only the type is compared."""
 
 
 def first_difference(a: Any, b: Any, path: str, *, by_value: bool = False) -> str:
-    """The place of the first difference between two states; empty if none is seen.
+    """The place of the first difference between two states; empty if none is found.
 
-    `by_value`: 1 is the same as 1.0, a list as a tuple, and the order of keys does not matter.
+    `by_value`: 1 equals 1.0, a list equals a tuple, and the order of keys does not matter.
     """
     if by_value:
         a, b = _by_value(a), _by_value(b)
@@ -208,8 +210,8 @@ def _by_value(value: Any) -> Any:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Of two tensors, or two arrays: the same type, shape and bytes, so that NaN equals NaN and -0 not 0."""
-    if isinstance(a, DTensor):  # each rank compares what it holds: nobody else may be comparing
+    """Whether two tensors, or arrays, have the same type, shape and bytes: NaN equals NaN, but -0 not 0."""
+    if isinstance(a, DTensor):  # each rank compares what it holds: no other rank may be comparing
         same = isinstance(b, DTensor) and a.placements == b.placements
         return same and same_bits(local_part(a), local_part(b))
     if isinstance(a, torch.Tensor):
@@ -222,7 +224,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scramble(tensor: torch.Tensor) -> None:
-    """Other bits, whatever it is; so that a load which does not write here is seen."""
+    """Change its bits, whatever it is, so that a load that does not write here shows."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1).view(torch.uint8)
         torch.bitwise_not(flat, out=flat)
@@ -247,7 +249,7 @@ MISSING = object()
 
 
 def changes(saved: Any, found: Any, path: tuple[Any, ...] = ()) -> Iterator[Change]:
-    """Every place at which `found` is not what was saved. An equal value of another type is no difference."""
+    """Every place where `found` is not what was saved. An equal value of another type is no difference."""
     if isinstance(saved, torch.Tensor | numpy.ndarray):
         same = isinstance(found, type(saved)) or (
             isinstance(saved, torch.Tensor) and isinstance(found, torch.Tensor)
@@ -304,7 +306,7 @@ def shown(value: Any) -> str:
 
 
 DEADLINE = 15.0
-"""Seconds that training waits for a proof; then it is ended, and nothing is proven."""
+"""Seconds that training waits for a proof; after that it is ended, and nothing is proven."""
 MEMORY = 1 << 30
 """Bytes that the fork may need for itself."""
 VALUES = 32 << 20
@@ -313,14 +315,14 @@ read, so that it takes no memory."""
 MEMORY_LOOK = 0.1
 """Seconds between two looks at its memory."""
 KEPT = 4 << 20
-"""Bytes of plain values that are remembered of the tracked objects as they were at the start."""
+"""Bytes of plain values of the tracked objects, as they were at the start, that are remembered."""
 KEPT_TENSOR = 64 << 10
 DEPTH = 6
-"""How far into the objects that a tracked object consists of."""
+"""How deep to go into the objects that a tracked object consists of."""
 TOLD = 4
-"""Errors that one report tells."""
+"""Errors that one report lists."""
 _REPORT = 48 * 1024
-"""Bytes; less than a pipe holds, so that saying it never blocks."""
+"""Bytes; less than a pipe holds, so that writing it never blocks."""
 
 VALUE, STRUCTURE = "values", "structure"
 NOT_PROVEN = "not proven: "
@@ -331,7 +333,7 @@ class Report(msgspec.Struct, kw_only=True):
     """What one rank's proof found."""
 
     parts: dict[str, str] = {}
-    """What is proven of each."""
+    """What is proven about each part."""
     errors: list[str] = []
     doubts: list[str] = []
     why_not: str = ""
@@ -345,7 +347,7 @@ class Subject:
     tracked: Tracked
     initial: Initial
     tensors: Mapping[str, Any]
-    """By part, aliases of live state."""
+    """By part; aliases of live state."""
     others: Mapping[str, Any]
     own: Mapping[str, Any]
     blob: torch.Tensor
@@ -359,14 +361,14 @@ class Subject:
 class Initial:
     """The plain attributes of the tracked objects when the attempt began, before it resumed.
 
-    That is what a new process would have: it constructs the same objects by the same script. No code of the
-    user's runs here.
+    That is what a new process would have: it constructs the same objects with the same script. None of the
+    user's code runs here.
     """
 
     def __init__(self, tracked: Tracked) -> None:
         self._budget = KEPT
         self._kept: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
-        """An object's attributes; copies of the plain ones; the names of all."""
+        """For each object: its attributes; copies of the plain ones; the names of all."""
         self._groups: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
         self._seen: set[int] = set()
         self.versions = versions_of(tracked)
@@ -403,8 +405,8 @@ class Initial:
         if _is_another_story(value):
             return
         if type(value) in (list, tuple, dict):
-            for one in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
-                self._keep_found(one, depth)
+            for inner in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
+                self._keep_found(inner, depth)
             return
         self._keep(value, depth)
 
@@ -417,7 +419,7 @@ class Initial:
         return {name: value for name, value in copies.items() if value is not _OPAQUE}
 
     def _copy(self, value: Any) -> Any:
-        """A copy of plain data; _OPAQUE of anything else."""
+        """A copy of plain data; _OPAQUE for anything else."""
         size = _plain_bytes(value)
         if size is None or size > self._budget:
             return _OPAQUE
@@ -450,7 +452,7 @@ _NOT_LOOKED_INTO = (
 
 
 def _is_another_story(value: object) -> bool:
-    """What a tracked object may well know, but does not consist of: the run that it is tracked by, too."""
+    """What a tracked object may know of but does not consist of, such as the run that tracks it."""
     return isinstance(value, _NOT_LOOKED_INTO) or type(value).__module__.partition(".")[0] == "holdfast"
 
 
@@ -478,7 +480,7 @@ def _without(group: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _plain_bytes(value: Any) -> int | None:
-    """About how large plain data is; None if it is not plain all through, or on a device."""
+    """Roughly how large plain data is; None if it is not plain throughout, or is on a device."""
     if isinstance(value, torch.Tensor):
         small = type(value) is torch.Tensor and value.is_cpu and not value.requires_grad
         size = value.numel() * value.element_size() if small and value.layout == torch.strided else None
@@ -503,7 +505,7 @@ def _plain_bytes(value: Any) -> int | None:
 
 
 class _Proof:
-    """One rank's, in the fork."""
+    """One rank's proof, in the fork."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -513,9 +515,9 @@ class _Proof:
         self._errors: list[str] = []
         self._doubts: list[str] = []
         self._elsewhere = {_part_of(name) for name, one in self._stored.items() if not local_part(one).is_cpu}
-        """Parts with tensors on a device, where a fork can prove little, and a failure proves nothing."""
+        """Parts with tensors on a device: a fork can prove little about them; a failure proves nothing."""
         self._held: list[Any] = []
-        """Device memory that must not be given back here, and all else that is better not finalised."""
+        """Device memory that must not be released here, and whatever else is better not finalised."""
 
     def run(self) -> Report:
         with torch.no_grad():
@@ -529,11 +531,11 @@ class _Proof:
         )
 
     def _own_levels(self) -> dict[str, str]:
-        """These are compared as they are read back; they are taken up only before an iteration begins."""
+        """These are compared as they are read back; they are put to use only before an iteration begins."""
         return {name: STRUCTURE if name in ("data", "gradients") else VALUE for name in self._subject.own}
 
-    def _fail(self, told: str) -> None:
-        self._errors.append(told)
+    def _fail(self, error: str) -> None:
+        self._errors.append(error)
 
     def _read_back(self) -> dict[str, Any]:
         """What unpickling gives, as a resume will see it."""
@@ -549,8 +551,8 @@ class _Proof:
         for name, state in subject.others.items():
             for change in changes(state, read["tracked"].get(name, MISSING)):
                 self._fail(
-                    f"track({name}=…): {named(change.path) or 'its state'} is {shown(change.saved)}, and a "
-                    f"save and a load make {shown(change.found)} of it. Give its state_dict plain values, "
+                    f"track({name}=…): {named(change.path) or 'its state'} is {shown(change.saved)}, but a "
+                    f"save and a load turn it into {shown(change.found)}. Give its state_dict plain values, "
                     "containers and tensors"
                 )
                 break
@@ -562,7 +564,7 @@ class _Proof:
                 from_blob(to_blob(state))
             except Exception as found:  # noqa: BLE001 - the user's code
                 self._fail(
-                    f"track({name}=…): its state can be saved, and not read back: {_told(found)}. Give its "
+                    f"track({name}=…): its state can be saved but not read back: {_told(found)}. Give its "
                     "state_dict plain values, containers and tensors"
                 )
         if not self._errors:
@@ -582,7 +584,7 @@ class _Proof:
         unheld.spoil()
         before = self._collected()
         given = from_blob(self._subject.blob)["tracked"]
-        metadata = self._subject.metadata()  # if this fails it is ours, and nothing is proven or blamed
+        metadata = self._subject.metadata()  # if this fails it is our fault: nothing is proven or blamed
         targets: dict[str, Any] = {}
         try:
             check_parts(self._tracked.names(), given)
@@ -647,12 +649,12 @@ class _Proof:
         found: dict[str, Any] = {}
         try:
             found = copy.deepcopy(self._tracked.collect()[1])
-        except Exception:  # noqa: BLE001 - the user's code, on a state that it may never have been asked for
+        except Exception:  # noqa: BLE001 - the user's code, about a state it may never have been asked for
             self._doubtless()
         return found
 
     def _doubtless(self) -> None:
-        """Without the state at the start nothing can be told from what a new process has anyway."""
+        """Without the state at the start, what a load brought back may be what a new process has anyway."""
         for name in self._tracked.names():
             if self._tracked.kind(name) == "object":
                 self._lower(name, STRUCTURE)
@@ -677,7 +679,7 @@ class _Proof:
         self._levels[part] = weaker(self._levels.get(part, level), level)
 
     def _stand_in_for_devices(self) -> None:
-        """A fork cannot use a device: parameters and buffers there become as large ones here, untouched."""
+        """A fork cannot use a device: parameters and buffers there get equally large, untouched ones here."""
         for _, model in self._tracked.models():
             for parameter in model.parameters():
                 if not parameter.is_cpu and not isinstance(parameter, DTensor):
@@ -699,33 +701,33 @@ class _Proof:
     ) -> None:
         for name, stored in self._stored.items():
             part = _part_of(name)
-            there = found.get(name)
+            now = found.get(name)
             if self._is_given_up(part):
                 continue
             if part in self._elsewhere:
-                fits = there is not None and (there.size(), there.dtype) == (stored.size(), stored.dtype)
+                fits = now is not None and (now.size(), now.dtype) == (stored.size(), stored.dtype)
                 self._lower(
-                    part, STRUCTURE if fits else f"{NOT_PROVEN}{name} is not there without its device"
+                    part, STRUCTURE if fits else f"{NOT_PROVEN}{name} does not exist without its device"
                 )
-            elif there is None:
-                self._fail(f"track({part}=…): {name} is stored, and not there any more after a load. {CURE}")
-            elif there.size() != stored.size() or there.dtype != stored.dtype:
+            elif now is None:
+                self._fail(f"track({part}=…): {name} is stored, but is gone after a load. {CURE}")
+            elif now.size() != stored.size() or now.dtype != stored.dtype:
                 self._fail(
-                    f"track({part}=…): {name} is stored as {stored.dtype} {tuple(stored.size())}, and after "
-                    f"a load it is {there.dtype} {tuple(there.size())}. {CURE}"
+                    f"track({part}=…): {name} is stored as {stored.dtype} {tuple(stored.size())}, but after "
+                    f"a load it is {now.dtype} {tuple(now.size())}. {CURE}"
                 )
             elif name in values:
-                if not same_bits(values[name], local_part(there)):
+                if not same_bits(values[name], local_part(now)):
                     self._fail(
                         f"track({part}=…): {name} has other values after a load than were stored. Its "
                         f"load_state_dict does not put them in place. {CURE}"
                     )
-            elif not same_memory(local_part(read[name]), local_part(there)):
+            elif not same_memory(local_part(read[name]), local_part(now)):
                 self._lower(part, STRUCTURE)
         for name in found.keys() - self._stored.keys():
             part = _part_of(name)
             if part not in self._elsewhere and not self._is_given_up(part):
-                self._fail(f"track({part}=…): {name} is there after a load, and is not stored")
+                self._fail(f"track({part}=…): {name} exists after a load, but is not stored")
 
     def _compare_others(self, name: str, saved: Any, found: Any, before: Any) -> None:
         if self._is_given_up(name) or name in self._elsewhere:
@@ -736,19 +738,19 @@ class _Proof:
             self._lower(name, STRUCTURE)
         for change in changes(saved, found):
             entry = named(change.path) or "its state"
-            told = f"{shown(change.saved)} was stored, and after a load it is {shown(change.found)}"
+            difference = f"{shown(change.saved)} was stored, and after a load it is {shown(change.found)}"
             at_start = at_path(before, change.path)
             counted = isinstance(change.saved, int) and isinstance(change.found, int)
             left_alone = next(changes(at_start, change.found), None) is None
             differs = certain and next(changes(change.saved, at_start), None) is not None
             if differs and (left_alone or not counted):
                 self._fail(
-                    f"track({name}=…): its load_state_dict does not bring {entry} back: {told}. Restore it "
-                    "there, or leave it out of state_dict if nothing depends on it"
+                    f"track({name}=…): its load_state_dict does not bring {entry} back: {difference}. "
+                    "Restore it there, or leave it out of state_dict if nothing depends on it"
                 )
                 return
-            # The load itself makes something else of it: perhaps on purpose, as where it counts the loads.
-            self._doubts.append(f"track({name}=…): loading its own state changes {entry}: {told}")
+            # The load itself turns it into something else: perhaps on purpose, as when it counts the loads.
+            self._doubts.append(f"track({name}=…): loading its own state changes {entry}: {difference}")
             self._lower(name, STRUCTURE)
             return
 
@@ -803,7 +805,7 @@ def _encoded(found: Report) -> bytes:
 
 
 def prove(subject: Subject) -> Report:
-    """Fork, wait, at most DEADLINE seconds, and say what was found. Raises nothing of its own."""
+    """Fork, wait at most DEADLINE seconds, and return what was found. Raises nothing of its own."""
     try:
         if why := _cannot_fork(subject):
             return Report(why_not=why)
@@ -844,7 +846,7 @@ def _cannot_fork(subject: Subject) -> str:
 
 
 def _await(reading: int, process: int, pid: int) -> Report:
-    """Its report; it is gone when this returns, or was told to be."""
+    """The fork's report; when this returns, the fork is gone, or has been killed."""
     deadline = time.monotonic() + DEADLINE
     look, said, why = time.monotonic() + MEMORY_LOOK, b"", ""
     ready = select.poll()

@@ -6,7 +6,7 @@ A checkpoint holds three kinds of state:
 * one blob a rank, `holdfast.rank_<rank>`: everything else that is tracked (schedules, scalers, optimizer
   hyper-parameters …) and Holdfast's own RNG, data position and counters. It is a uint8 tensor around a
   torch.save archive: DCP itself never has to unpickle anything of ours;
-* nothing else. What cannot be captured is an error when saving, not a surprise when resuming.
+* nothing else. What cannot be captured is an error on saving, not a surprise on resuming.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ class Tracked:
         self.gradients = GradientState(self)
         """What lies between backward and optimizer at a step boundary."""
         self._kinds: dict[str, str] = {}
-        """When the run began; and at the last `collect`."""
+        """The objects' kinds when the run began; and below, at the last `collect`."""
         self._last_kinds: dict[str, str] = {}
         self.ignored: list[object] = []
         """What the script has said is not to be kept."""
         self.looked_around = False
-        """Whether it was looked for what the script trains with and does not track."""
+        """Whether a search was made for things that the script trains with but does not track."""
 
     def ignore(self, thing: object) -> None:
-        """This is not to be kept, and nobody is to be told that it is not."""
-        if any(thing is one for one in self._given.values()):
-            raise UsageError(f"ignore(…): this {type(thing).__name__} is tracked; take one of the two away")
+        """This is not to be kept, and no warning is to say that it is not."""
+        if any(thing is given for given in self._given.values()):
+            raise UsageError(f"ignore(…): this {type(thing).__name__} is tracked; drop one of the two calls")
         self.ignored.append(thing)
 
     def add(self, name: str, thing: object) -> None:
@@ -86,7 +86,7 @@ class Tracked:
         self._given[name], self._objects[name] = thing, stateful
 
     def begin(self) -> None:
-        """The script has built everything: what is loaded next, at every resume, is loaded into this."""
+        """The script has built everything: this is what every resume loads its checkpoint into."""
         self._built = {name: module.look_at(model) for name, model in self.models()}
         self._known = {name: Known() for name in self._built}
         self._kinds = {name: self.kind(name) for name in self._objects}
@@ -118,8 +118,8 @@ class Tracked:
         wanted = {id(parameter) for group in thing.param_groups for parameter in group["params"]}
         for name, model in self.models():
             known = self._known.get(name) if just_collected else None
-            there = known.parameter_ids if known is not None and known.holds else None
-            if wanted <= (there if there is not None else {id(p) for p in model.parameters()}):
+            held = known.parameter_ids if known is not None and known.holds else None
+            if wanted <= (held if held is not None else {id(p) for p in model.parameters()}):
                 return model
         return None
 
@@ -134,9 +134,11 @@ class Tracked:
         ]
 
     def loose_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
-        """Those whose parameters were not all of one tracked model at the last `collect`."""
+        """Those whose parameters did not all belong to one tracked model at the last `collect`."""
         return [
-            (name, one) for name, one in self.named_optimizers() if self._last_kinds.get(name) == "object"
+            (name, optimizer)
+            for name, optimizer in self.named_optimizers()
+            if self._last_kinds.get(name) == "object"
         ]
 
     def models(self) -> list[tuple[str, nn.Module]]:
@@ -165,7 +167,7 @@ class Tracked:
         tensors: dict[str, Any] = {}
         others: dict[str, Any] = {}
         models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        for name, model in self.models():  # first: optimizers go by what is found of them
+        for name, model in self.models():  # first, because optimizers rely on what is found here
             with naming(f"track({name}=…), in its state_dict"):
                 models[name] = self._collect_model(name, model)
         self._last_kinds = {}
@@ -186,7 +188,7 @@ class Tracked:
         return tensors, others
 
     def _names_in(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters' names, of a model that was just collected."""
+        """The parameters, by name, of a model that was just collected."""
         known = next(self._known.get(name) for name, one in self.models() if one is model)
         if known is None or not known.holds:
             return optimizer.parameter_names(model)
@@ -200,9 +202,9 @@ class Tracked:
         return self._known[name].collect(model, name, self._built[name])
 
     def unchanged(self) -> tuple[int, ...] | None:
-        """The same for as long as `collect` has found every model to have the parts that it had before."""
-        known = tuple(one.serial for one in self._known.values() if one.holds)
-        return known if len(known) == len(self.models()) else None
+        """Stays the same as long as `collect` finds in every model the parts that it had before."""
+        serials = tuple(known.serial for known in self._known.values() if known.holds)
+        return serials if len(serials) == len(self.models()) else None
 
     def _refuse_another_kind(self, name: str, kind: str) -> None:
         """An optimizer is saved by its parameters' names only as long as a tracked model has all of them."""
@@ -212,8 +214,8 @@ class Tracked:
         if was == "optimizer" and isinstance(thing, torch.optim.Optimizer):
             optimizer.refuse_strangers(name, thing, self.models())
         raise SaveFailedError(
-            "whether one tracked model has all of its parameters has changed since the run began, because "
-            "parameters were replaced or moved. A resume starts as the script does, and would not take this "
+            "its parameters were replaced or moved since the run began, so that one tracked model no longer "
+            "has them all, or now does. A resume starts as the script does, and would not take this "
             "checkpoint. Give model and optimizer their final parameters before the first step"
         )
 
@@ -222,7 +224,7 @@ class Tracked:
         tensors: dict[str, Any] = {}
         if self.division:
             metadata = self.division.local(metadata, self._owners())
-        for name, model in self.models():  # first: optimizers look at the parameters' shapes
+        for name, model in self.models():  # first, because optimizers look at the parameters' shapes
             module.materialise(model, name, metadata)
             tensors[name] = module.targets(model, name, others[name], metadata)
         for name, thing in self._objects.items():
@@ -235,23 +237,23 @@ class Tracked:
         return self.division.cut(tensors, self._owners()) if self.division else tensors
 
     def stock_targets(self, name: str, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """(tensors, all else) that a plain DCP directory may hold of an optimizer; None of anything else."""
+        """(tensors, all else) that a plain DCP directory may hold of an optimizer; None for anything else."""
         thing = self._objects[name]
         if not isinstance(thing, torch.optim.Optimizer) or (owner := self._owner(thing)) is None:
             return None
         return optimizer.stock_targets(name, thing, owner, metadata)
 
     def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """Put loaded state into the tracked objects: `tensors` are the targets, and were read into.
+        """Put loaded state into the tracked objects: `tensors` are the targets, which have been read into.
 
-        One that nothing was loaded for stays as it is.
+        An object that nothing was loaded for stays as it is.
         """
         for name in self._objects:
             if name in others:
                 self.apply_part(name, tensors, others)
 
     def apply_part(self, name: str, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """The same of one part."""
+        """The same for one part."""
         thing = self._objects[name]
         tensors = self.division.mended(tensors) if self.division else tensors
         if nested.is_lifted(others[name]):
@@ -302,7 +304,7 @@ class Tracked:
         )
 
     def parts(self, tensors: Mapping[str, Any]) -> dict[str, PartEntry]:
-        """Of what `collect` has just given."""
+        """The manifest's entries for what `collect` has just returned."""
         return {
             name: PartEntry(kind=self._last_kinds[name], entries=_count(tensors.get(name, {})))
             for name in self._objects
@@ -316,7 +318,7 @@ def _kind(thing: object, owner: nn.Module | None) -> str:
 
 
 def _count(tree: Mapping[str, Any]) -> int:
-    """How many entries `flatten` gives."""
+    """How many entries `flatten` would give."""
     return sum(
         1 if type(value) is torch.Tensor or not isinstance(value, Mapping) else _count(value)
         for value in tree.values()
@@ -398,7 +400,7 @@ def misfit(problems: Sequence[str]) -> IncompleteStateError:
 
 
 def check_parts(names: list[str], parts: Mapping[str, Any]) -> None:
-    """The tracked names must be exactly those that were saved."""
+    """Check that the tracked names are exactly those that were saved."""
     missing = sorted(set(names) - parts.keys())
     extra = sorted(parts.keys() - set(names))
     if missing or extra:
@@ -412,9 +414,9 @@ def check_parts(names: list[str], parts: Mapping[str, Any]) -> None:
 
 
 def to_blob(value: Any, at_least: int = 0) -> torch.Tensor:
-    """Its length is a multiple of BLOB_STEP, and `at_least` if that can be: so it seldom changes.
+    """Its length is a multiple of BLOB_STEP, and `at_least` if possible, so that it seldom changes.
 
-    A zip comment fills the archive up; it can be no longer than 65,535 bytes.
+    A zip comment pads the archive; it can be no longer than 65,535 bytes.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -428,15 +430,15 @@ def to_blob(value: Any, at_least: int = 0) -> torch.Tensor:
 
 
 class UnreadObjectsError(Exception):
-    """A rank's state holds objects whose reading may run anything; the message names their classes."""
+    """A rank's state holds objects that could run any code when read; the message names their classes."""
 
 
 def from_blob(blob: torch.Tensor, *, objects: bool = True) -> Any:
     """Only ever called on bytes that matched their digest.
 
-    Nothing is unpickled freely that torch can read with `weights_only`: tensors, numbers, texts, containers,
-    and arrays of numpy, which its generators consist of. What is left are objects of other classes, in what
-    was tracked; without `objects` they are refused, since reading them may run anything.
+    Nothing that torch can read with `weights_only` is unpickled freely: tensors, numbers, text, containers,
+    and numpy's arrays, of which its generators consist. What remains are objects of other classes in what
+    was tracked; without `objects` they are refused, since reading them may run any code.
     """
     data = blob.numpy().tobytes()
     try:
@@ -444,12 +446,14 @@ def from_blob(blob: torch.Tensor, *, objects: bool = True) -> Any:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception:  # noqa: BLE001 - whatever it was: what was saved must be read as it always was
         if not objects:
-            raise UnreadObjectsError(", ".join(classes_in(data)) or "something that is no archive") from None
+            raise UnreadObjectsError(
+                ", ".join(classes_in(data)) or "something that is not an archive"
+            ) from None
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def classes_in(data: bytes) -> list[str]:
-    """The classes and functions in an archive that only a free unpickling would read."""
+    """The classes and functions in an archive that only unrestricted unpickling would read."""
     try:
         with torch.serialization.safe_globals(_arrays()):
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
@@ -459,7 +463,7 @@ def classes_in(data: bytes) -> list[str]:
 
 @functools.cache
 def _arrays() -> list[Any]:
-    """What arrays and numbers of numpy are pickled as, also by releases before 2.0; it runs nothing."""
+    """What numpy's arrays and numbers are pickled as, before 2.0 too; reading these runs nothing."""
     import numpy as np
 
     try:

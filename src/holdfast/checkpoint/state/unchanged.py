@@ -1,6 +1,6 @@
-"""Saves of very many tensors: what is as it was at the last save, or as usual, is not asked of each alone.
+"""Saves of very many tensors: what is as at the last save, or as usual, is not checked one tensor at a time.
 
-Guarantee: what is given here is what `module_state.collect` and `optimizer_state.collect` find one by one.
+Guarantee: what is returned here is what `collect` in module.py and optimizer.py would find one by one.
 Any sign that it might not be sends the save that way.
 """
 
@@ -44,14 +44,14 @@ _training = operator.attrgetter("training")
 
 class _Seen(NamedTuple):
     form: tuple[list[Any], ...]
-    """All that `collect` depends on, but for the contents."""
+    """All that `collect` depends on, except the contents."""
     modules: list[nn.Module]
     parameters: list[nn.Parameter]
     buffers: list[torch.Tensor]
 
 
 def _see(model: nn.Module) -> _Seen | None:
-    """None of a model in which anything is not as torch has it. Hardly any Python runs for each module."""
+    """None if anything in the model is not as torch has it. Hardly any Python runs for each module."""
     try:
         modules, level = [model], [model]
         tree: list[Any] = []
@@ -82,24 +82,24 @@ def _see(model: nn.Module) -> _Seen | None:
             list(map(_KIND, others)),
             list(map(_training, modules)),
         )
-    except (AttributeError, TypeError):  # a method that is not its class's; dicts that are none
+    except (AttributeError, TypeError):  # a method that is not its class's; what should be a dict is not
         return None
     return _Seen(form, modules, values, others)
 
 
 class Known:
-    """What the last save of a model has found out, for as long as nothing but its contents changes.
+    """What the last save of a model found out, for as long as nothing but its contents changes.
 
-    With thousands of modules it is asking each of them again that takes the time of a save. What is compared
-    keeps no module and no tensor alive: an object that is another one at the same place in memory, of the
-    same kind and name, gives the same.
+    With thousands of modules, most of a save's time goes into asking each of them again. What is compared
+    keeps no module and no tensor alive: a different object at the same place in memory, of the same kind and
+    name, gives the same result.
     """
 
     def __init__(self) -> None:
         self.serial = 0
-        """Goes up whenever something was not as before."""
+        """Goes up whenever something is not as before."""
         self.parameters: dict[str, nn.Parameter] | None = None
-        """By name; kept here by whoever needs them."""
+        """By name; put here by the code that needs them."""
         self.parameter_ids: frozenset[int] = frozenset()
         self._form: tuple[list[Any], ...] | None = None
         self._about: tuple[Built, Mapping[str, Any]] | None = None
@@ -108,7 +108,7 @@ class Known:
         self._record: dict[str, Any] = {}
 
     def collect(self, model: nn.Module, part: str, built: Built) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As the function `collect` does."""
+        """Gives what the function `collect` gives."""
         seen = _see(model)
         if seen is not None and seen.form == self._form and self._is_about(built):
             with torch.no_grad():
@@ -123,7 +123,7 @@ class Known:
 
     @property
     def holds(self) -> bool:
-        """Whether the next save can be told to be like the last one at all."""
+        """Whether anything is known by which the next save could turn out to be like the last."""
         return self._form is not None
 
     def _is_about(self, built: Built) -> bool:
@@ -137,10 +137,10 @@ class Known:
         others: dict[str, Any],
         built: Built,
     ) -> None:
-        """If each tensor is one that is registered, and there is nothing else."""
+        """Keep this, provided that each tensor is a registered one and there is nothing else."""
         live = [*seen.parameters, *seen.buffers]
         first: dict[int, tuple[int, int]] = {}
-        """Where in these a module's parameters begin, and its buffers."""
+        """Where in `live` a module's parameters begin, and where its buffers."""
         parameters, buffers = 0, len(seen.parameters)
         for module in seen.modules:
             first.setdefault(id(module), (parameters, buffers))
@@ -169,10 +169,10 @@ _layout, _is_quantized, _device, _shape, _requires_grad = map(
 def usual_entries(
     optimizer: Optimizer, order: list[torch.Tensor], given: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], list[dict[str, Any]]] | None:
-    """The parameters that have an entry, and these, where there is nothing that a load has to be told of any.
+    """The parameters that have an entry, and the entries, if a load needs no special facts about any of them.
 
-    That is so for torch's own optimizers on plain parameters, and nothing is asked of one tensor alone: with
-    tens of thousands of them that takes most of a save. None if something is not, or may not be, as usual.
+    That holds for torch's own optimizers on plain parameters, and is found without asking any tensor by
+    itself: with tens of thousands of them that takes most of a save. None if anything may not be as usual.
     """
     keys, entries = list(given["state"]), list(given["state"].values())
     if not entries or given.keys() != {"state", "param_groups"} or set(map(type, keys)) != {int}:
@@ -182,7 +182,7 @@ def usual_entries(
     parameters = [order[key] for key in keys]
     if list(map(id, optimizer.state)) != list(map(id, parameters)):
         return None
-    if list(map(id, optimizer.state.values())) != list(map(id, entries)):  # made by its state_dict
+    if list(map(id, optimizer.state.values())) != list(map(id, entries)):  # its state_dict made them
         return None
     forms = set(map(tuple, entries))
     form = forms.pop()
@@ -209,6 +209,6 @@ def usual_entries(
         if set(map(_device, column)) != {usual}:
             return None
         memory += map(torch.Tensor.data_ptr, column)
-    if len(set(memory)) < len(memory):  # some are in the same memory, or have none
+    if len(set(memory)) < len(memory):  # some share memory, or have none
         return None
     return parameters, entries

@@ -1,8 +1,8 @@
-"""What is trained and nothing brings back: parameters that no state holds, objects that nobody tracks.
+"""What is trained but nothing brings back: parameters that no state holds, objects that nobody tracks.
 
-That is one that a tracked optimizer trains and neither a tracked model nor another tracked object holds (a
-weight of the loss), or one that its model's `state_dict` leaves out. They are looked for in the fork that
-proves a save (proof.py): they are spoilt before the load, and what is not as it was after it is held by
+Such a parameter is trained by a tracked optimizer but held by no tracked model or other tracked object (a
+weight of the loss), or its model's `state_dict` leaves it out. The fork that proves a save (proof.py) finds
+them: candidates are spoiled before the load, and whatever does not regain its value in the load is held by
 nothing. So it does not matter in which form, or by which object, something is held.
 """
 
@@ -28,14 +28,14 @@ from holdfast.checkpoint.state.adapters import GeneratorState, ScheduleState, Tr
 from holdfast.checkpoint.state.tracked import Tracked
 
 SAMPLE = 64 << 10
-"""Bytes of a tensor that are spoilt and compared: the fork pays for every page that it writes to."""
+"""Bytes of a tensor that are spoiled and compared: the fork pays for every page that it writes to."""
 TOLD = 4
 
 
 def strangers(tracked: Tracked) -> list[tuple[str, torch.Tensor]]:
-    """Parameters that a tracked optimizer trains and no tracked model has, with words for each.
+    """Parameters that a tracked optimizer trains and no tracked model has, with a description of each.
 
-    Of what was just collected: this is asked at every save.
+    Relies on what was just collected, because it is called at every save.
     """
     loose = tracked.loose_optimizers()
     if not loose:
@@ -59,7 +59,7 @@ def in_question(tracked: Tracked) -> frozenset[int]:
 
 
 class Unheld:
-    """In the fork, around a load."""
+    """The search for them, in the fork, around a load."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Unheld:
         *,
         all_by_value: bool,
     ) -> None:
-        """`versions`: of the parameters when the run began. `all_by_value`: every stored tensor is loaded
-        with its values; else only what is in the blob."""
+        """`versions`: those of the parameters when the run began. `all_by_value`: every stored tensor is
+        loaded with its values; otherwise only what is in the blob is."""
         self._tracked = tracked
         self._errors: list[str] = []
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        """Words, a sample of the parameter, and a copy of that."""
-        seen = {_place(one) for one in stored.values()}
+        """A description, a sample of the parameter, and a copy of the sample."""
+        seen = {_place(tensor) for tensor in stored.values()}
         found = strangers(tracked)
         if all_by_value:
             found += _left_out(tracked, versions)
@@ -98,23 +98,23 @@ class Unheld:
 
     def errors(self) -> list[str]:
         """Parameters that no load has brought back."""
-        told = list(self._errors)
-        told += [
+        errors = list(self._errors)
+        errors += [
             _unheld(words) for words, sample, before in self._parameters if not torch.equal(sample, before)
         ]
-        return told[:TOLD]
+        return errors[:TOLD]
 
 
 def _unheld(words: str) -> str:
     return (
         f"{words} is trained, and nothing that is tracked brings its value back, so a resume would begin it "
-        "anew. Track what has it, with a state_dict and a load_state_dict that hold it, such as "
-        "run.track(loss=criterion)"
+        "anew. Track the object that has it, with a state_dict and a load_state_dict that include it, such "
+        "as run.track(loss=criterion)"
     )
 
 
 def versions_of(tracked: Tracked) -> dict[int, int]:
-    """Of the parameters that tracked optimizers have, by id: one that was changed since has another."""
+    """Versions of the parameters of tracked optimizers, by id: a changed parameter has another version."""
     return {
         id(parameter): parameter._version
         for optimizer in tracked.optimizers()
@@ -125,9 +125,9 @@ def versions_of(tracked: Tracked) -> dict[int, int]:
 
 
 def _left_out(tracked: Tracked, versions: Mapping[int, int]) -> list[tuple[str, torch.Tensor]]:
-    """Parameters of tracked models that were trained, with words for each.
+    """Parameters of tracked models that were trained, with a description of each.
 
-    One that never changed is as the script made it, and will be so again: it need not be stored.
+    A parameter that never changed is as the script made it, and will be so again: it need not be stored.
     """
     now = versions_of(tracked)
     return [
@@ -149,7 +149,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Some of its bytes, as they lie there; None where this process cannot write to them."""
+    """A view of some of its bytes; None where this process cannot write to them."""
     memory = local_part(parameter)
     plain = type(memory) is torch.Tensor or isinstance(parameter, DTensor | nn.Parameter)
     if not plain or not memory.is_cpu or memory.layout is not torch.strided or not memory.is_contiguous():
@@ -158,7 +158,7 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _may_hold_anything(tracked: Tracked) -> bool:
-    """Whether there is an object of the script's own, which may hold what nobody else does."""
+    """Whether an object of the script's own is tracked, which may hold what nothing else does."""
     known = (
         nn.Module,
         Optimizer,
@@ -173,15 +173,15 @@ def _may_hold_anything(tracked: Tracked) -> bool:
 
 # What a script trains with and tracks nowhere.
 #
-# An object counts as tracked, too, if one that is tracked holds it, in its attributes or in containers among
-# these: a wrapper around an optimizer, a trainer with a `state_dict` of its own. What a schedule or a model
-# holds does not count: neither saves its optimizer.
+# An object also counts as tracked if a tracked one holds it, in its attributes or in containers among these:
+# a wrapper around an optimizer, a trainer with a `state_dict` of its own. What a schedule or a model holds
+# does not count: neither saves its optimizer.
 
 
 FAR = 4
-"""How many objects deep it is looked into things."""
+"""How many objects deep the search goes."""
 MOST = 5_000
-"""Objects that are looked at in all, the nearest first."""
+"""How many objects are looked at in all, the nearest first."""
 _PLAIN = (
     str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.Tensor, torch.device,
     torch.dtype,
@@ -216,7 +216,7 @@ def _parts(thing: Any) -> Iterable[object]:
     if isinstance(thing, DataLoader | nn.Module) or type(thing).__module__.partition(".")[0] == "holdfast":
         return []
     held = dict(getattr(thing, "__dict__", {}))
-    if isinstance(thing, torch.optim.Optimizer):  # its state and groups hold much, and nothing of interest
+    if isinstance(thing, torch.optim.Optimizer):  # its state and groups hold much, but nothing of interest
         return [value for name, value in held.items() if name not in ("state", "param_groups")]
     if isinstance(thing, LRScheduler):
         inner = [part for one in held.values() for part in (one if isinstance(one, list | tuple) else [one])]
@@ -229,7 +229,7 @@ def _closure(function: types.FunctionType) -> list[object]:
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # it is empty yet
+        except ValueError:  # it is still empty
             continue
     return found
 
@@ -247,30 +247,30 @@ def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 def untracked_schedules(
     tracked: Iterable[object], without: Iterable[object], among: Iterable[object]
 ) -> list[LRScheduler]:
-    """Of these objects the schedules of optimizers that are tracked, or held so, but are not so themselves.
+    """The schedules `among` these that nothing tracked holds although it holds their optimizer.
 
-    What is `without` is left out, and so are schedules of its optimizers.
+    What is in `without` is left out, and so are schedules of its optimizers.
     """
     known, left_out = held_by(tracked), held_by(without)
     attached = {
         number
-        for number, one in known.items()
-        if isinstance(one, torch.optim.Optimizer) and number not in left_out
+        for number, thing in known.items()
+        if isinstance(thing, torch.optim.Optimizer) and number not in left_out
     }
     strangers = [
-        one
-        for one in among
-        if isinstance(one, LRScheduler)
-        and id(one) not in known
-        and id(one) not in left_out
-        and id(getattr(one, "optimizer", None)) in attached
+        thing
+        for thing in among
+        if isinstance(thing, LRScheduler)
+        and id(thing) not in known
+        and id(thing) not in left_out
+        and id(getattr(thing, "optimizer", None)) in attached
     ]
-    within = {number for one in strangers for number in held_by([one]) if number != id(one)}
-    return [one for one in strangers if id(one) not in within]
+    within = {number for outer in strangers for number in held_by([outer]) if number != id(outer)}
+    return [schedule for schedule in strangers if id(schedule) not in within]
 
 
 def has_schedule(optimizer: object) -> bool:
-    """Whether a schedule was ever made for it: torch marks its `step` then."""
+    """Whether a schedule was ever made for it: torch then marks its `step`."""
     return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
 
 
@@ -278,4 +278,4 @@ def alive(*kinds: type) -> list[Any]:
     """All objects of these kinds. Goes through all of Python's objects, which takes a tenth of a second."""
     objects = gc.get_objects()
     wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
-    return [one for one in objects if type(one) in wanted] if wanted else []
+    return [thing for thing in objects if type(thing) in wanted] if wanted else []

@@ -1,9 +1,9 @@
 """An incident, from the first notice to what is done: watching, evidence, hangs, the decision, the end.
 
 For the agents of an attempt's nodes, and for whoever leads when the leader itself was lost.
-Promises: evidence is gathered before anything is killed; the decision is made once, from records all could
-read.
-Never: decide without what was seen written down; wait for a node that may be gone.
+Promises: evidence is gathered before anything is killed; the decision is made once, from records that all
+could read.
+Never: decide before what was seen is written down; wait for a node that may be gone.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""From a failure to the one decision about it: what is waited for, decided, made durable and told.
+"""From a failure to the one decision about it: what is waited for, decided, made durable and reported.
 
-Guarantee: the decision is made once, by the leading agent, on what all nodes reported; it is durable before
+Guarantee: the decision is made once, by the leading agent, from what all nodes reported; it is durable before
 anybody acts on it, and every node acts on the same one or ends with a documented code. The decision itself is
-`policy.recovery`'s. Before it, storage that takes nothing is waited for, within bounds, so that whoever
-decides knows whether a restart could follow; if storage stays that way, the code is 34. After it, while an
-operator has paused recovery, every agent waits on its own and sees the same records; the lease is kept, so no
-other launch takes the run over.
+`policy.recovery`'s. Before it, the leader waits, within bounds, for storage that cannot be written, so that
+it knows whether a restart could follow; if storage stays that way, the code is 34. After the decision, while
+an operator has paused recovery, every agent waits on its own and sees the same records; the lease is kept, so
+no other launch takes the run over.
 
-Ends that no decision follows are told here as well. Telling is all that is done then: what cannot be read or
-written costs sentences, never the end itself.
+Ends on which no decision follows are reported here as well. Nothing more is done then: if something cannot be
+read or written, sentences are missing, but the end itself stands.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ from holdfast.restart import Faulted
 
 @dataclass(kw_only=True)
 class Circumstances:
-    """What the agent that decides knows beside the attempt's records."""
+    """What the deciding agent knows besides the attempt's records."""
 
     cluster: Cluster | None = None
     lost: list[LostNode] = field(default_factory=list)
@@ -115,11 +115,11 @@ class Circumstances:
     stopping: str = ""
     """The request to stop the run that came before the failure, in words."""
     storage: Trouble | None = None
-    """What keeps the run's storage from taking anything, however long it was waited for."""
+    """What keeps the run's storage from being written, even after waiting for it."""
     restarts_chosen: bool = False
     """Whether somebody gave launch.max_restarts."""
     in_place: Callable[[Decision], bool] = lambda _: False
-    """Whether the processes that there are can do what is decided."""
+    """Whether the present processes can do what is decided."""
     can_requeue: Callable[[], bool] = lambda: False
     """Whether a scheduler would start the job again; it may have to be asked."""
 
@@ -132,11 +132,11 @@ class DecidedIncident(msgspec.Struct, frozen=True, kw_only=True):
     root: FailureRecord | None
     decision: Decision
     account: Account | None = None
-    """What is told of it; None on a node that only learnt the decision."""
+    """The account of it; None on a node that only learned the decision."""
 
 
 def is_starting(attempt: Attempt) -> bool:
-    """Whether no rank has got as far as resuming, and a script that fails now may fail at its start."""
+    """Whether no rank has got as far as resuming, so that a script that fails now may fail at its start."""
     try:
         record = read_attempt(attempt.control, attempt.number)
         begun = (attempt.control.attempt(attempt.number) / "head.json").exists()
@@ -146,13 +146,13 @@ def is_starting(attempt: Attempt) -> bool:
 
 
 def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
-    """Record this node's failures durably, then say that they are all there."""
+    """Record this node's failures durably, then say that all are recorded."""
     record(attempt, failures, sections)
     attempt.count_in("reported")
 
 
 def record(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
-    """Record failures durably; `sections`: rank → the one that it was in."""
+    """Record failures durably; `sections`: rank → the section that it was in."""
     for failure in failures:
         record_failure(attempt.control, attempt.number, failure)
         ended = describe_end(failure.exit_code)
@@ -174,7 +174,7 @@ def record(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[in
 def decide(
     attempt: Attempt, notice: Notice, settings: Settings, reported: int, known: Circumstances
 ) -> DecidedIncident:
-    """The leader's part, after `reported` nodes did: choose, fix it, write it down, end the attempt."""
+    """The leader's part, after `reported` nodes have reported: decide, record it, and end the attempt."""
     control = attempt.control
     failures = failures_of(control, attempt.number)
     record = read_attempt(control, attempt.number)
@@ -205,7 +205,7 @@ def decide(
 
 
 def _root(failed: PastAttempt, failures: list[FailureRecord]) -> FailureRecord | None:
-    """The worker's end that it came from; None if what ended it was no worker's own end."""
+    """The worker's end that caused the failure; None if the cause was not a worker's own end."""
     root = next((failure for failure in failures if failure.rank == failed.root_rank), None)
     # The ranks agree on what they reject, and each ends with the same code: the first stands for all.
     if root is None and failed.rejection is not None and failures:
@@ -225,8 +225,8 @@ def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
 def _unfinished(
     control: ControlDirectory, situation: Situation, *, background: bool
 ) -> CheckpointName | None:
-    """The checkpoint whose save the attempt had begun and did not end. One that was written by its ranks is
-    cut off, and nobody may use it; one in the background may be completed by its writers."""
+    """The checkpoint whose save the attempt had begun but not ended. If its ranks were writing it, it is cut
+    off, and nobody may use it; if it was written in the background, its writers may complete it."""
     journal, attempt = control.journal, situation.attempt.number
     name = parse_name(unfinished_save(journal, list_names(journal), attempt, background=background) or "")
     return None if name is None or str(name) in situation.rungs else name
@@ -241,7 +241,7 @@ def _tell(
     known: Circumstances,
     saved: str,
 ) -> Account:
-    """With the worker that it came from, unless it came from none: then the others only followed."""
+    """The account, with the worker that caused the failure, unless none did: then all only followed."""
     detail = "" if root is not None else situation.attempt.message
     if root is not None and root.left:
         detail = _left_first(root, failures)
@@ -263,7 +263,7 @@ def _tell(
 
 
 def _keep(control: ControlDirectory, journal: JournalWriter, account: Account) -> None:
-    """Beside the decision, which stands: an account that cannot be kept is told all the same."""
+    """Keep the account beside the decision, which stands: an account that cannot be kept is still printed."""
     journal.write(account)
     try:
         keep_account(control, account)
@@ -274,7 +274,7 @@ def _keep(control: ControlDirectory, journal: JournalWriter, account: Account) -
 def decide_lost(
     control: ControlDirectory, held: Claim, earlier: list[str], settings: Settings, known: Circumstances
 ) -> DecidedIncident | None:
-    """The new leader's part when the old one died: what it would have decided about its last attempt.
+    """The new leader's part when the old one died: make the decision that was due about the last attempt.
 
     `earlier` are the launch's former ids. None if there is nothing to decide: the attempt has an end, or its
     whole launch is gone and somebody started a new one.
@@ -332,7 +332,7 @@ def _judge(
     known: Circumstances,
     notice: Notice | None,
 ) -> PastAttempt:
-    """What the attempt's end was, as recovery and every later decision see it."""
+    """How the attempt ended, as recovery and every later decision see it."""
     head = read_record(control.attempt(record.number) / "head.json", HeadRecord)
     known.last_step = _last_step(control, record.number, known.last_step)
     steps = known.last_step - head.step if head is not None and known.last_step is not None else None
@@ -366,7 +366,7 @@ def _judge(
 
 
 def _last_step(control: ControlDirectory, attempt: int, told: int | None) -> int | None:
-    """The last complete step: a rank tells its agent now and then, and journals each of them at its end."""
+    """The last complete step: ranks tell their agent only now and then, but journal each step at its end."""
     journalled = last_step(control.journal, list_names(control.journal), attempt)
     return max((one for one in (told, journalled) if one is not None), default=None)
 
@@ -425,7 +425,7 @@ def _facts(
         if rest:
             facts.append(f"{_ranks(rest)} failed too")
     else:
-        if notice.detail and notice.kind != "hang":  # of a hang more is known by now
+        if notice.detail and notice.kind != "hang":  # about a hang, more is known by now
             facts.append(notice.detail)
         followed = [str(failure.rank) for failure in failures if not failure.left]
         if followed:
@@ -443,7 +443,7 @@ def _facts(
 
 
 def _left_first(root: FailureRecord, failures: list[FailureRecord]) -> str:
-    """Who left with exit code 0, when, where in the run, and how long before its peers lost it."""
+    """Which rank left with exit code 0, when, where in the run, and how long before its peers lost it."""
     clock = time.strftime("%H:%M:%S", time.gmtime(root.at))
     text = f"rank {root.rank} on {root.node} (pid {root.pid}) left with exit code 0 at {clock} UTC"
     if root.step:
@@ -459,7 +459,7 @@ def _ranks(ranks: list[str]) -> str:
 
 
 REPORT_SLACK = 10.0
-"""Seconds beyond the stop grace for the other nodes to report."""
+"""Seconds, beyond the stop grace, for the other nodes to report."""
 
 
 def report_timeout(settings: Settings) -> float:
@@ -468,7 +468,7 @@ def report_timeout(settings: Settings) -> float:
 
 
 def by_storage(decision: Decision, storage: Trouble | None) -> bool:
-    """Whether a launch ends because its storage takes nothing."""
+    """Whether a launch ends because its storage cannot be written."""
     return storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED
 
 
@@ -483,30 +483,30 @@ class Recovery:
         self.last_step: int | None = None
         """The last step that a rank of this node completed in the attempt that ended."""
         self.storage: Trouble | None = None
-        """What kept the storage from taking anything when the last attempt had ended, after a wait."""
+        """What kept the storage from being written after the last attempt had ended, and after a wait."""
         self.lost_leader: list[LostNode] = []
-        """How the last attempt's leader was lost, for whoever decides about that."""
+        """How the last attempt's leader was lost, for the agent that decides about it."""
         self._faulted = Faulted()
         self._decided: DecidedIncident | None = None
 
     def settle(self, attempt: Attempt, notice: Notice, stopping: str = "") -> DecidedIncident:
-        """The decision about a failed attempt: made here if this node leads, else learnt.
+        """The decision about a failed attempt: made here if this node leads, otherwise learned.
 
-        `stopping`: the request to stop the run that it failed after; empty if there was none.
+        `stopping`: the request to stop the run after which it failed; empty if there was none.
         """
         if not attempt.place.leads:
             return learn(attempt, self._settings.control.decision_timeout)
         reported = attempt.await_all("reported", report_timeout(self._settings))
         if self._decided is not None and self.has_decided(attempt):
-            return self._decided  # it was to go on in its processes, and that could not be done
+            return self._decided  # it was to go on in its processes, but that could not be done
         return self._decide(attempt, notice, reported, stopping, notice.nodes)
 
     def has_decided(self, attempt: Attempt) -> bool:
-        """Whether it was decided about this attempt while its workers lived."""
+        """Whether there was a decision about this attempt while its workers were alive."""
         return self._decided is not None and self._decided.attempt == attempt.number
 
     def take_faults(self, attempt: Attempt, faulted: Faulted, sections: Mapping[int, str]) -> None:
-        """The leader records what befell members of the restart that is open, and keeps it as evidence."""
+        """The leader records what befell the members during the open restart, and keeps it as evidence."""
         record(attempt, faulted.ended, sections)
         for failure in faulted.raised:
             record_failure(attempt.control, attempt.number, failure)
@@ -515,8 +515,8 @@ class Recovery:
     def settle_in_process(
         self, attempt: Attempt, notice: Notice, stopping: str, in_place: Callable[[Decision], bool]
     ) -> DecidedIncident:
-        """The decision about a failed attempt whose workers live. Who is lost is counted as there: whether
-        the others suffice was looked at before. `in_place`: whether they can do what is decided."""
+        """The decision about a failed attempt whose workers are alive. Lost nodes are counted as present:
+        that the others suffice was checked before. `in_place`: whether they can do what is decided."""
         self._decided = self._decide(attempt, notice, attempt.place.nodes, stopping, [], in_place)
         return self._decided
 
@@ -546,7 +546,7 @@ class Recovery:
         return decide(attempt, notice, self._settings, reported, known)
 
     def settle_lost(self, held: Claim) -> None:
-        """The last attempt's leader died with it: decide about that now, before another one begins."""
+        """The last attempt's leader died with it: decide about it now, before another attempt begins."""
         context = self._context
         known = Circumstances(
             cluster=self._cluster([]),
@@ -564,7 +564,7 @@ class Recovery:
             raise StopRun(incident.decision.exit_code, incident.decision.reason)
 
     def admit(self) -> None:
-        """Launches that nobody watches must end: one too many without progress is refused, before it starts
+        """Unwatched launches must come to an end: one too many without progress is refused, before it starts
         anything."""
         context = self._context
         ids = [context.launch, *context.earlier_launches]
@@ -579,7 +579,7 @@ class Recovery:
         raise StopRun(ExitCode.BUDGET_SPENT, why)
 
     def tell(self, incident: DecidedIncident) -> None:
-        """On the terminal, as an alert to those who asked for one, and as a last word to the scheduler."""
+        """Report it on the terminal, as an alert if somebody wants one, and at the end to the scheduler."""
         control = self._context.control
         if incident.decision.action is Action.REQUEUE:
             nodes = {one.node for one in incident.decision.exclude if one.device is None}
@@ -591,7 +591,7 @@ class Recovery:
             )
         account = incident.account
         if account is None:
-            return  # learnt, and told by whoever decided
+            return  # learned only: the agent that decided reports it
         self._context.saves.catch_up()
         if by_storage(incident.decision, self.storage):
             self._context.last_words = self.storage_words()
@@ -612,7 +612,7 @@ class Recovery:
             self._context.alerts.send(EXCLUSION, {**payload, "text": f"{what} is excluded: {one.reason}"})
 
     def storage_words(self) -> str:
-        """The end of a launch whose storage takes nothing, in one line."""
+        """The end of a launch whose storage cannot be written, in one line."""
         assert self.storage is not None
         saved, scheduler = self._saved(), self._context.scheduler
         requeued = saved is not None and scheduler.can_requeue(saved)
@@ -631,7 +631,7 @@ class Recovery:
         )
 
     def _cluster(self, lost: Sequence[str]) -> Cluster | None:
-        """What there is to go on with, as the leader sees it."""
+        """What the run can go on with, as the leader sees it."""
         meeting = self._meeting
         if meeting is None:
             return None
@@ -649,7 +649,7 @@ class Recovery:
 
 
 def tell_store_lost(context: LaunchContext, attempt: int, node: str, error: str, step: int | None) -> bool:
-    """That nobody is left to meet; whether it could be told."""
+    """Report that nobody is left to meet; returns whether that worked."""
     return _tell_end(
         context, node, lambda: account_of_lost_store(attempt, node, error, step, _saved(context))
     )
@@ -658,7 +658,7 @@ def tell_store_lost(context: LaunchContext, attempt: int, node: str, error: str,
 def tell_lease_taken(
     context: LaunchContext, attempt: int, node: str, evidence: str, step: int | None
 ) -> bool:
-    """That another launch has the run now; whether it could be told."""
+    """Report that another launch has the run now; returns whether that worked."""
 
     def account() -> Account:
         newest = read_claim(context.control, current_epoch(context.control))
@@ -670,7 +670,7 @@ def tell_lease_taken(
 
 
 def tell_launch_lost(context: LaunchContext, held: Claim) -> None:
-    """Once: of a launch before this one whose last attempt has no end, which nobody was left to tell of."""
+    """Report, once, an earlier launch whose last attempt has no end, as nobody was left to report it."""
 
     def account() -> Account | None:
         return _of_lost_launch(context.control, held, _saved(context))
@@ -734,7 +734,7 @@ def _write(writer: JournalWriter, account: Account) -> None:
 
 
 STORAGE_PATIENCE = 30.0
-"""Seconds for which a failed attempt waits for its storage to take what is to be recorded: a disk that was
+"""Seconds for which a failed attempt waits until its storage can take what must be recorded: a disk that was
 full for a moment is no reason to give the job back."""
 STORAGE_LOOK = 1.0
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -751,10 +751,10 @@ def least_space(settings: Settings) -> int:
 
 
 def find_trouble(places: Sequence[Path], least: int = 0) -> Trouble | None:
-    """What keeps these places from taking what is written; None if nothing does."""
+    """What keeps these places from being written; None if nothing does."""
     for place in places:
         if place != places[0] and not place.is_dir():
-            continue  # it is made when something is saved there
+            continue  # it will be made when something is saved there
         tried = try_storage(place)
         free = None
         with contextlib.suppress(OSError):
@@ -775,10 +775,10 @@ def await_storage(
     least: int = 0,
     patience: float = STORAGE_PATIENCE,
 ) -> Trouble | None:
-    """Wait until these places take what is written, at most `patience` seconds; then what keeps them from it.
+    """Wait until these places can be written, at most `patience` seconds; returns what still prevents it.
 
-    `check` is called at every look, and raises if the launcher was told to stop. `least`: bytes that must be
-    free beside.
+    `check` is called at every look, and raises if the launcher was told to stop. `least`: bytes that must
+    also be free.
     """
     look = Look(lambda: find_trouble(places, least), "storage", patience=STORAGE_LOOK)
     began, told, line = time.monotonic(), "", live_line()
@@ -810,10 +810,10 @@ PAUSE_POLL = 0.5
 def wait_while_paused(
     control: ControlDirectory, maximum: float, *, check: Callable[[], None], tell: Callable[[str], None]
 ) -> bool:
-    """Return at once unless recovery is paused; else wait until it is not. False: not within `maximum`.
+    """Return at once unless recovery is paused; otherwise wait until it is not. False if `maximum` passes.
 
     `check` is called at every look, and raises if the launcher was told to stop. `tell` gets a line when the
-    wait begins and ends. A record that cannot be read for a while is no reason to go on.
+    wait begins and ends. A record that cannot be read for a while is not a reason to go on.
     """
     request = paused(control)
     if request is None:

@@ -1,12 +1,12 @@
 """A hang: from the overdue rank to the evidence, collected before anything is killed, and the report.
 
 Guarantee: `collect` returns by its deadline whatever the ranks, the kernel and the disk do; what could not be
-had in time is missing from the report and said to be. All ranks are asked at once, each in a thread of its
-own that nobody waits for beyond the deadline: a rank may not answer, /proc may not answer for a process that
-hangs in the kernel, and the control directory may be on the disk that hangs. What is written is durable on
-return.
+obtained in time is missing from the report, which says so. All ranks are asked at once, each in a thread of
+its own for which nobody waits beyond the deadline: a rank may not answer, /proc may not answer for a process
+that hangs in the kernel, and the control directory may be on the disk that hangs. What is written is durable
+on return.
 
-The stack signal goes only to a process that registered it and that, as the kernel says, handles it: the
+The stack signal goes only to a process that registered it and that, according to the kernel, handles it: the
 signal's default action would end the process.
 """
 
@@ -41,14 +41,14 @@ from holdfast.policy import (
 from holdfast.process import STATES, Thread, proc
 from holdfast.train import Registered, StackFrame, Testimony, ThreadStack, registered, stacks_path
 
-# What is known of a hang: per node as its agent found it, and merged for the whole job.
+# What is known about a hang: per node, as its agent found it, and merged for the whole job.
 #
-# Pure. A node's report says of every local rank what it is doing; only all reports together say who is
-# missing from a collective that spans nodes.
+# Pure. A node's report says what every local rank is doing; only all reports together say who is missing from
+# a collective that spans nodes.
 
 
 NAMED = 3
-"""Hangs told one by one in a summary."""
+"""How many hangs a summary names one by one."""
 MAX_STACKS = 20
 """Threads whose stacks go into a node's report; all are in the text files."""
 
@@ -62,12 +62,12 @@ _NOT_THE_JOBS = re.compile(
 
 
 class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank that is overdue, for the decision."""
+    """One overdue rank, for the decision."""
 
     rank: int
     node: str
     section: str = ""
-    """Empty outside of any section."""
+    """Empty outside any section."""
     rule: str = ""
     seconds: float = 0.0
     limit: float = 0.0
@@ -77,11 +77,11 @@ class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
     """`train.py:88 in forward`."""
     collective: str = ""
-    """What it waits in: `all_reduce #412 of group 0`."""
+    """The collective it waits in: `all_reduce #412 of group 0`."""
     missing: tuple[int, ...] = ()
     """Ranks that did not reach it."""
     silent: tuple[int, ...] = ()
-    """Ranks that may be missing from it and could not testify."""
+    """Ranks that may be missing from it, but could not testify."""
 
 
 class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,10 +93,10 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     waits: str = ""
     """The kernel function in which its main thread waits."""
     stacks_by: str = ""
-    """`answer`, `signal`, or empty: there are none."""
+    """`answer`, `signal`, or empty if there are none."""
     where: str = ""
     positions: list[Position] | None = None
-    """None: it could not say."""
+    """None if it could not say."""
     sections: list[str] = []
     stacks: list[ThreadStack] = []
     problems: list[str] = []
@@ -129,7 +129,7 @@ class JobHang(msgspec.Struct, frozen=True, kw_only=True):
     suspects: tuple[int, ...] = ()
     """Ranks that others wait for and that wait for nobody: where to look first."""
     told: list[str] = []
-    """In sentences: first of whoever holds the others up, then of those that wait."""
+    """In sentences: first about the rank that holds the others up, then about those that wait."""
 
     @property
     def summary(self) -> str:
@@ -137,19 +137,19 @@ class JobHang(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merge(reports: Sequence[HangReport], *, world: int = 0) -> JobHang:
-    """The whole job's hang, whatever order the reports are in.
+    """The whole job's hang, in whatever order the reports are.
 
-    `world`: how many ranks there are; those of a node that left no report could not testify.
+    `world`: how many ranks there are; those on a node that left no report could not testify.
     """
     evidence = {one.rank: one for report in reports for one in report.ranks}
     positions = dict.fromkeys(range(world)) | {rank: one.positions for rank, one in evidence.items()}
     found = find_missing(positions)
     overdue = {record.rank for report in reports for record in report.hung}
-    # Who is stopped is why others wait, also if its own limit has not passed yet.
+    # A stopped rank is why others wait, even if its own limit has not passed yet.
     stopped = sorted(rank for rank, one in evidence.items() if one.state in _STOPPED and rank not in overdue)
     first = suspects(positions, found) or tuple(stopped)
     hung = [_complete(record, found) for report in reports for record in report.hung]
-    # First who holds the others up, then who has been overdue for longest.
+    # First the ranks that hold the others up, then those that have been overdue for longest.
     hung.sort(key=lambda record: (record.rank not in first, -record.seconds, record.rank))
     lines = _sentences(hung)
     if len(lines) > NAMED:
@@ -165,7 +165,7 @@ def merge(reports: Sequence[HangReport], *, world: int = 0) -> JobHang:
 
 
 def _sentences(hung: Sequence[HangRecord]) -> list[str]:
-    """One for each rank that stands still, and one for all that wait at the same place for the same ranks."""
+    """A sentence for each rank that stands still, and one for all that wait alike for the same ranks."""
     alike: dict[object, list[HangRecord]] = {}
     for record in hung:
         at = (record.collective, record.missing, record.silent, record.where)
@@ -186,13 +186,13 @@ def _named(one: Missing) -> str:
 
 
 def _waits(record: HangRecord) -> bool:
-    """Whether others are why it stands still, as far as is known."""
+    """Whether it stands still because of others, as far as is known."""
     return bool(record.missing or record.silent) and record.state not in _STOPPED
 
 
 def summarise(record: HangRecord, alike: Sequence[int] = ()) -> str:
     """`rank 3 stood still for 181 s in its training step (180 s are allowed): it was at train.py:88 in load`,
-    or `rank 0 waited for rank 3 in an all_reduce (train.py:71 in forward)`; `alike`: all that wait so."""
+    or `rank 0 waited for rank 3 in an all_reduce (train.py:71 in forward)`; `alike`: all that wait alike."""
     inside = f" in {a_collective(record.collective.partition(' #')[0])}" if record.collective else ""
     if _waits(record):
         text = f"{ranks(alike or [record.rank])} waited"
@@ -201,7 +201,9 @@ def summarise(record: HangRecord, alike: Sequence[int] = ()) -> str:
         if not record.silent:
             return text
         unheard = f"{ranks(record.silent)}, which could not be asked"
-        return f"{text}; it is not known of {unheard}" if record.missing else f"{text}, perhaps for {unheard}"
+        return (
+            f"{text}; nothing is known of {unheard}" if record.missing else f"{text}, perhaps for {unheard}"
+        )
     seconds = f"{record.seconds:.0f} s"
     if record.rule == HELLO:
         text = f"rank {record.rank} did not reach holdfast.Run in {seconds}"
@@ -226,7 +228,7 @@ def summarise(record: HangRecord, alike: Sequence[int] = ()) -> str:
 
 
 def parse_stacks(text: str, registered: Registered) -> list[ThreadStack]:
-    """Stacks as the stack signal's handler writes them: no names of threads, innermost frame first."""
+    """Stacks as the stack signal's handler writes them: without thread names, innermost frame first."""
     found: list[tuple[int, list[StackFrame]]] = []
     for line in text.splitlines():
         if header := _HEADER.match(line):
@@ -242,7 +244,7 @@ def parse_stacks(text: str, registered: Registered) -> list[ThreadStack]:
 
 
 def place(stacks: Sequence[ThreadStack]) -> str:
-    """Where the main thread is: its innermost frame that is the job's own, or else its innermost."""
+    """Where the main thread is: its innermost frame in the job's own code, or else its innermost frame."""
     frames = next((stack.frames for stack in stacks if stack.main), [])
     if not frames:
         return ""
@@ -276,16 +278,16 @@ def render_positions(positions: Mapping[str, Position] | Sequence[Position] | No
 
 
 ASKING = 0.4
-"""Share of the time that goes into asking; then the silent ones get the signal."""
+"""Share of the time that goes into asking; after it, silent ranks get the signal."""
 SIGNALLING = 0.65
-"""Share after which a rank's stacks are no longer waited for."""
+"""Share after which nobody waits for a rank's stacks any more."""
 READING = 0.8
-"""Share after which what has been found is written, the rest of the time being for the disk."""
+"""Share after which what has been found is written; the rest of the time is for the disk."""
 SETTLED = 0.3
 """Seconds without growth after which a file of stacks is taken to be complete."""
 POLL = 0.02
 LIMIT = 2 * 1024 * 1024
-"""Bytes of an answer, a file of stacks or a written text that are kept."""
+"""How many bytes of an answer, a file of stacks or a written text are kept."""
 DIRECTORY = "hang"
 
 Ask = Callable[[int, float], bytes | None]
@@ -303,7 +305,7 @@ def collect(
 ) -> HangReport:
     """Find out what every local rank is doing, and keep it. `pids`: global rank → child not reaped yet.
 
-    `ask(rank, timeout)` gives a rank's testimony or None; `stacks` is the directory that ranks were told to
+    `ask(rank, timeout)` gives a rank's testimony or None; `stacks` is the directory that the ranks got to
     `install` their stack signal with; `deadline` is on the monotonic clock.
     """
     began = time.monotonic()
@@ -312,7 +314,7 @@ def collect(
     def look(rank: int, pid: int) -> tuple[RankEvidence, str]:
         try:
             return _RankLook(rank, pid, ask, stacks, began, span).all()
-        except Exception as error:  # noqa: BLE001 - evidence is worth having, but never a failure of its own
+        except Exception as error:  # noqa: BLE001 - collecting evidence must never be a failure of its own
             problem = f"{type(error).__name__}: {error}"
             return RankEvidence(rank=rank, pid=pid, problems=[problem]), ""
 
@@ -356,7 +358,7 @@ def _record(overdue: Overdue, node: str, evidence: Sequence[RankEvidence]) -> Ha
 
 
 class _RankLook:
-    """At one rank, in a thread of its own."""
+    """A look at one rank, in a thread of its own."""
 
     def __init__(self, rank: int, pid: int, ask: Ask, stacks: Path | None, began: float, span: float) -> None:
         self._rank = rank
@@ -370,20 +372,20 @@ class _RankLook:
         self._problems: list[str] = []
 
     def all(self) -> tuple[RankEvidence, str]:
-        """The evidence, and the whole of it as text."""
+        """The evidence, and all of it as text."""
         self._look_behind_wrapper()
         before = proc.read(self._pid)
         stopped = before is not None and before.state in ("T", "t")
-        told: Testimony | None = None
+        answer: Testimony | None = None
         by, stacks = "", list[ThreadStack]()
         if before is None or before.ended:
             self._problems.append("the process has ended")
         elif stopped:
             self._problems.append(f"{STATES[before.state]}: it can neither answer nor show its stacks")
         else:
-            told = self._answer()
-            if told is not None and told.threads:
-                by, stacks = "answer", told.threads
+            answer = self._answer()
+            if answer is not None and answer.threads:
+                by, stacks = "answer", answer.threads
             else:
                 stacks = self._signalled()
                 by = "signal" if stacks else ""
@@ -396,15 +398,15 @@ class _RankLook:
             waits=main.wchan if main is not None else "",
             stacks_by=by,
             where=place(stacks),
-            positions=told.positions if told is not None else None,
-            sections=told.sections if told is not None else [],
+            positions=answer.positions if answer is not None else None,
+            sections=answer.sections if answer is not None else [],
             stacks=stacks[:MAX_STACKS],
-            problems=self._problems + (told.problems if told is not None else []),
+            problems=self._problems + (answer.problems if answer is not None else []),
         )
         return evidence, _text(evidence, stacks, threads)
 
     def _look_behind_wrapper(self) -> None:
-        """The worker may be a shell that started the rank and waits for it: then look at the rank."""
+        """The worker may be a shell that started the rank and waits for it: if so, look at the rank."""
         record = self._record
         if record is not None and record.pid != self._child:
             everyone = proc.everyone()
@@ -440,7 +442,7 @@ class _RankLook:
         proc.send(process, record.signal)
         text = self._await_stacks(path, start, self._left((ASKING + SIGNALLING) / 2))
         if not text and self._pid == self._child:
-            # The kernel gives the signal to the main thread, which cannot take it in uninterruptible sleep.
+            # The kernel gives the signal to the main thread, which in uninterruptible sleep cannot take it.
             for thread in proc.threads(self._pid)[1:4]:
                 proc.send_thread(self._pid, thread.tid, record.signal)
             text = self._await_stacks(path, start, self._left(SIGNALLING))
@@ -523,54 +525,54 @@ def read_reports(attempt_dir: Path) -> list[HangReport]:
     return found
 
 
-# A hang, from the rank that is overdue to what the decision is told of it.
+# A hang, from the overdue rank to what the decision learns about it.
 #
 # Guarantee: an overdue rank counts as hung only by `policy.timeouts.hanging`, which is asked about the ranks
-# of all nodes. Whoever has an overdue rank raises a hand; the leading agent calls the roll, every agent
-# answers with what it knows of its ranks at that moment, and the leader judges. Where the leader does not
-# call it, or a node does not answer, for `PATIENCE` seconds, that is done without: no hang is held up by an
-# agent that hangs.
+# of all nodes. An agent with an overdue rank raises a hand; the leading agent calls the roll, every agent
+# answers with what it knows about its ranks at that moment, and the leader judges. If the leader does not
+# call the roll, or a node does not answer, for `PATIENCE` seconds, the others judge without it: an agent that
+# hangs does not hold this up.
 #
 # Every node looks at all of its own ranks before it ends them, wherever the hang was noticed first: only all
 # of them together show who is missing from a collective.
 
 
 LOOKING = 10.0
-"""Seconds for finding out what the ranks of a node do, and for writing it down."""
+"""Seconds for finding out what the ranks of a node are doing, and for writing it down."""
 PATIENCE = 60.0
 """Seconds for the leading agent to call the roll, and for the others to answer it."""
 ASK = 0.5
-"""Seconds between two looks at whether the roll is called, or a hand is raised."""
+"""Seconds between two looks for a roll call or a raised hand."""
 CALL = 2.0
 """Seconds between two calls while somebody is overdue."""
 HANDS, CALLED, ANSWERED = "roll/hands", "roll/called", "roll/answered"
 
 
 class RollCall:
-    """Whether the ranks of one attempt hang, as all of its nodes know it. One for an attempt."""
+    """Whether the ranks of one attempt hang, according to all of its nodes. One per attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._place = attempt.place
         self._until: dict[int, float] = {}
-        """Up to when a rank that is late and was excused has time."""
+        """Until when each rank that is late but was excused has time."""
         self._asked = 0.0
         self._raised: float | None = None
-        """When this node raised its hand, and nobody has called the roll since."""
+        """When this node raised its hand, if nobody has called the roll since."""
         self._answered = 0
         self._hands = 0
-        """Of the leader: how many were raised before the last call."""
+        """For the leader: how many hands were raised before the last call."""
         self._call = 0
         """The number of the last call."""
         self._before = 0
-        """Answers that had been given before it."""
+        """How many answers had been given before it."""
         self._open: float | None = None
         """When it was made, while not all have answered."""
         self._next = 0.0
-        """When the next one is due; 0 if nobody was overdue."""
+        """When the next call is due; 0 if nobody was overdue."""
 
     def look(self, mine: StillRunning) -> Notice | None:
-        """To be called often: the notice that the group hangs, if it does. `mine`: this node's ranks."""
+        """To be called often; returns a notice if the group hangs. `mine`: this node's ranks."""
         now = time.monotonic()
         if self._place.nodes == 1:
             return self._judge([mine], now)
@@ -600,7 +602,7 @@ class RollCall:
             self._raised = now
             self._attempt.count(HANDS)
         elif now - self._raised > PATIENCE:
-            return self._judge([mine], now)  # whoever leads does not look
+            return self._judge([mine], now)  # the leader does not look
         return None
 
     # -- the leader -----------------------------------------------------------------------------------------
@@ -618,7 +620,7 @@ class RollCall:
         heard = [msgspec.json.decode(raw, type=tuple[int, StillRunning]) for raw in answers]
         standings = [mine, *(standing for call, standing in heard if call == self._call)]
         if len(standings) <= len(others) and not late:
-            return None  # some of those counted were lost since, or had answered an earlier call
+            return None  # some of those counted have been lost since, or had answered an earlier call
         self._open = None
         if not any(standing.late for standing in standings):
             self._next, self._until = 0.0, {}
@@ -644,10 +646,10 @@ def look_at_hang(
     ranks: Mapping[int, int],
     ended: Collection[int] = (),
 ) -> None:
-    """Keep what this node's ranks are doing, while they still do it.
+    """Record what this node's ranks are doing, while they are still doing it.
 
-    `ranks`: by what each worker was started with, its present rank; who has none does nothing. `ended`: those
-    whose processes have.
+    `ranks`: the rank each worker was started with → its present rank; a worker without one does nothing.
+    `ended`: ranks whose processes have ended.
     """
     started = {rank: first for first, rank in ranks.items()}
     collect(
@@ -664,7 +666,7 @@ def look_at_hang(
 
 
 def hangs_of(attempt: Attempt) -> tuple[list[Hang], list[str]]:
-    """What all nodes found, as evidence, and in words."""
+    """What all nodes found, as evidence and in words."""
     reports = read_reports(attempt.control.attempt(attempt.number))
     if not reports:
         return [], []
@@ -689,7 +691,7 @@ def hangs_of(attempt: Attempt) -> tuple[list[Hang], list[str]]:
 
 
 def _nodes_of_ranks(arrangement: Arrangement, world_size: int) -> dict[int, str]:
-    """Global rank → node, where all nodes have as many workers."""
+    """Global rank → node, if all nodes have equally many workers."""
     nodes = [one.node for one in arrangement.nodes]
     if not nodes or world_size % len(nodes):
         return {}

@@ -1,7 +1,7 @@
 """Gathers what a failed attempt left behind, and puts questions to ranks that still answer.
 
-Guarantee: nothing a worker wrote can make this fail. An error file that is missing, torn, huge or of another
-shape costs its message, not the decision.
+Guarantee: nothing a worker wrote can make this fail. If an error file is missing, torn, huge or of another
+shape, its message is lost, but not the decision.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Question:
 
 
 class Questions:
-    """Those that are open. Every method may be called from any thread."""
+    """The open questions. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,14 +63,14 @@ class Questions:
         return bool(self._open)
 
     def put(self, rank: int) -> int:
-        """A new question to a rank: its number."""
+        """Open a new question to a rank; returns its number."""
         with self._lock:
             number = next(self._numbers)
             self._open[number] = _Question(rank)
             return number
 
     def await_answer(self, number: int, timeout: float) -> bytes | None:
-        """The whole answer; None if there is none in time. The question is closed then."""
+        """The whole answer, or None if there is none in time. Either way, this closes the question."""
         with self._lock:
             question = self._open.get(number)
         if question is None:
@@ -85,7 +85,7 @@ class Questions:
         with self._lock:
             question = self._open.get(message.ask)
             if question is None or question.rank != rank or question.ended.is_set():
-                return  # it comes too late
+                return  # it has come too late
             if message.parts == 0:
                 question.ended.set()
                 return
@@ -100,7 +100,7 @@ class Questions:
                 question.ended.set()
 
     def give_up(self, rank: int | None = None) -> None:
-        """Nobody is left to answer: in this rank, or in any."""
+        """Nobody is left to answer, in this rank or in any."""
         with self._lock:
             for question in self._open.values():
                 if rank is None or question.rank == rank:
@@ -112,7 +112,7 @@ SETTLE = 1.0
 ERROR_FILE_LIMIT = 4 * 1024 * 1024
 MESSAGE_LIMIT = 500
 LAST_LINES = 120
-"""Lines at the end of what a rank wrote that may be about its end: an abort writes its stack below them."""
+"""How many of the last lines of a rank may be about its end: an abort writes its stack below the message."""
 _SAYS_NOTHING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -149,7 +149,7 @@ def errors_of(path: Path) -> list[Raised]:
 
 
 def _clipped(errors: list[Raised]) -> list[Raised]:
-    """Whoever decides reads those of all ranks."""
+    """The errors, kept short: whoever decides reads those of all ranks."""
     return [
         Raised(
             types=one.types[:MOST_RAISED],
@@ -170,7 +170,7 @@ def _here() -> str:
 
 
 def code_of(path: Path) -> int:
-    """The exit code of the exception in an error file; 1, as Python's own, if it does not say."""
+    """The exit code of the exception in an error file; 1, like Python's own, if the file does not say."""
     try:
         code = int(_read_error_file(path)["message"]["extraInfo"]["exit_code"])
     except (LookupError, TypeError, ValueError):
@@ -181,10 +181,10 @@ def code_of(path: Path) -> int:
 def heard_in(
     last_lines: str, exit_code: int, added: Sequence[tuple[str, str]] = ()
 ) -> tuple[list[Raised], str]:
-    """What a rank without an error file said at its end: its exceptions, and in one line what it was about.
+    """What a rank without an error file said at its end: its exceptions, and the cause in one line.
 
-    An exception counts only if it ended the process, a line only if it is near the end. Of one that was
-    killed the last line says nothing. `added`: causes and patterns of the configuration, looked for first.
+    An exception counts only if it ended the process, a line only if it is near the end. If the rank was
+    killed, its last line says nothing. `added`: causes and patterns of the configuration, looked for first.
     """
     if exit_code == 0 or -exit_code in _SAYS_NOTHING:
         return [], ""
@@ -208,7 +208,7 @@ def written_at(path: Path) -> float | None:
 
 
 def keep_error_file(source: Path, attempt: Path, rank: int) -> str:
-    """Copy an error file into the attempt's directory, where it outlives temporary ones; its new path."""
+    """Copy an error file into the attempt's directory, where it outlives temporary files; its new path."""
     target = attempt / "errors" / f"rank_{rank:06d}.json"
     try:
         if source.is_symlink() or not source.is_file() or source.stat().st_size > ERROR_FILE_LIMIT:
@@ -243,8 +243,8 @@ def stop_and_see(
 ) -> dict[int, int]:
     """Stop a node's workers: rank → exit code of those that failed by themselves, not by being stopped.
 
-    `at_once` are killed without being asked; codes in `fine` are no failure. `early`: no rank has begun to
-    train, so what failed may be what all of them meet. `leavers`: the first that left with 0 is told of too.
+    `at_once` are killed without being asked; codes in `fine` are not failures. `early`: no rank has begun to
+    train, so all of them may fail in the same way. `leavers`: the first that left with 0 is included.
     """
     failed = _await_cause(workers, error_files, fine, early=early)
     done = [rank for rank, code in workers.ended().items() if code == 0]
@@ -255,7 +255,7 @@ def stop_and_see(
         # Was it failing already when it was asked to stop? Then its own error file is older.
         written = written_at(Path(error_files[rank]))
         if code not in fine and rank not in failed and written is not None and written < asked:
-            # The signal is ours then and says nothing; the code is what its exception was about to exit with.
+            # The signal may be ours, which says nothing; then take the code its exception would have led to.
             ours = code in (-signal.SIGTERM, -signal.SIGKILL)
             failed[rank] = code_of(Path(error_files[rank])) if ours else code
     if leavers and first is not None:
@@ -266,9 +266,9 @@ def stop_and_see(
 def _await_cause(
     workers: Workers, error_files: Mapping[int, str], fine: Collection[int], *, early: bool
 ) -> dict[int, int]:
-    """Those that failed. If all of them only lost a peer, the peer gets a moment to fail as well.
+    """The ranks that failed. If all of them only lost a peer, the peer gets a moment to fail as well.
 
-    So do all ranks before any of them trains: what all of them meet is told from what one has.
+    So do all ranks before any of them trains: that shows whether all of them fail or only one.
     """
     deadline = time.monotonic() + SETTLE
     while True:
@@ -277,7 +277,7 @@ def _await_cause(
         cause_seen = any(
             not is_symptom(code, message_of(Path(error_files[rank]))) for rank, code in failed.items()
         )
-        # Of a rank that was killed the others could only be killed too.
+        # If a rank was killed, all that the others could do is be killed too.
         more = early and all(code > 0 for code in failed.values())
         enough = (cause_seen or not failed) and not more
         if enough or len(ended) == len(workers.pids) or time.monotonic() >= deadline:
@@ -301,8 +301,8 @@ def gather(
 ) -> list[FailureRecord]:
     """One record for each worker in `exit_codes` (by global rank) that ended by itself.
 
-    By global rank too: `last_lines` of standard error, when each was `seen` to have ended, the last `steps`.
-    `memory`: what the kernel counted in this attempt; `causes`: what the configuration adds.
+    Also by global rank: the `last_lines` of standard error, when each was `seen` to have ended, and the last
+    `steps`. `memory`: what the kernel counted in this attempt; `causes`: those that the configuration adds.
     """
     records = []
     for rank, code in sorted(exit_codes.items()):
@@ -338,7 +338,7 @@ def gather(
 
 
 def memory_kill(before: int) -> MemoryKill | None:
-    """What the kernel killed of this job for lack of memory since it had counted `before`; None: nothing."""
+    """What the kernel killed in this job for lack of memory since its count was `before`; None if nothing."""
     group, now = _oom_counter()
     if now <= before:
         return None
@@ -357,10 +357,10 @@ def count_oom_kills(groups: Path = OWN, mounted: Path = CGROUPS) -> int:
 
 
 def _oom_counter(groups: Path = OWN, mounted: Path = CGROUPS) -> tuple[str, int]:
-    """The cgroup that has the counter, and what it counts.
+    """The cgroup that has the counter, and its count.
 
-    Both versions of cgroups have one, in files of their own. Inside a container the group's own path may not
-    be there, and the root of what is mounted is the group.
+    Both versions of cgroups have one, each in a file of its own. Inside a container the group's own path may
+    not exist, and the root of what is mounted is the group.
     """
     files: list[tuple[str, Path]] = []
     with contextlib.suppress(OSError):

@@ -1,14 +1,14 @@
-"""Supervises one attempt on this node: watched until something ends it, then settled as that end demands.
+"""Supervises one attempt on this node: watches it until something ends it, then settles it accordingly.
 
 Guarantee of the watch: it returns a notice, the same one on every node that can still be reached, or raises
-StoreLostError when the other nodes cannot be reached any more. It ends nothing, and never waits for the run's
+StoreLostError when the other nodes can no longer be reached. It ends nothing, and never waits for the run's
 storage: if that does not answer, what lies on it is unknown for a while. An attempt that is asked to stop
 (launch/stops.py) is looked at more often, until its ranks have ended or its deadline is over. A node whose
 workers are done waits for the others as long as their agents live and none of their ranks hangs: how long
 they train is their script's affair, and no time limit ends that wait.
 
-Guarantee of the end: it is either another attempt, or a documented exit code of which the other nodes and the
-run's memory are told first. A run that was asked to stop is never started again by its own launch.
+Guarantee of the end: it is either another attempt or a documented exit code, which the other nodes and the
+run's records learn first. A run that was asked to stop is never started again by its own launch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from holdfast.process import from_whom
 from holdfast.record import attempt_numbers, list_names, past_attempts
 
 STORAGE_PATIENCE = 5.0
-"""Seconds that storage has to take a few bytes, when a rank is late with a save or a load."""
+"""Seconds within which storage must take a few bytes, when a rank is late with a save or a load."""
 TENDING = 5.0
 """Seconds between two looks at all processes of the node."""
 
@@ -60,11 +60,11 @@ TENDING = 5.0
 class StorageDoubt:
     """Whether a rank that saves or loads is late because the checkpoints' storage does not answer.
 
-    It does not hang by itself then, and a new attempt would wait there as well. Once the storage answers, the
-    rank has its limit again. Bounded by checkpoint.timeout, which ends a save that takes longer.
+    If so, the rank itself does not hang, and a new attempt would wait there as well. Once the storage
+    answers, the rank has its limit again. Bounded by checkpoint.timeout, which ends a save that takes longer.
 
-    Guarantee: an answer counts until it is old, not only in the look that brought it. Every node is asked
-    about its ranks at moments of its own, and has to say the same at each of them.
+    Guarantee: an answer counts until it is old, not only in the look that brought it. Each node is asked
+    about its ranks at times of its own, and must give the same answer every time.
     """
 
     def __init__(self, ask: Callable[[], object], longest: float, tell: Callable[[str], None]) -> None:
@@ -72,8 +72,8 @@ class StorageDoubt:
         self._longest = longest
         self._tell = tell
         self._asked = self._answered = self._stalled = -math.inf
-        """When it was asked for what it has not answered yet; when it last answered; when it last should
-        have, and had not."""
+        """When it was asked the question that is still open; when it last answered; when an answer was last
+        overdue."""
 
     def __call__(self, one: Overdue) -> bool:
         if one.section not in (CHECKPOINTING, LOADING) or one.stopped:
@@ -109,7 +109,7 @@ class Vigil:
         newcomers: Callable[[], int],
         in_process: InProcess | None = None,
     ) -> None:
-        """`newcomers` says how many nodes wait that the group has room for."""
+        """`newcomers` says how many nodes wait for which the group has room."""
         self._attempt = attempt
         self._workers = workers
         self._context = context
@@ -127,14 +127,14 @@ class Vigil:
         )
 
     def watch(self) -> Notice:
-        """Until something ends the attempt: the notice that all nodes act on."""
+        """Watch until something ends the attempt; returns the notice that all nodes act on."""
         while True:
             self._pause(min(self._interval, self._stopping.pause or self._interval))
             self._tend()
             self._context.tend_starter()
-            found = self._look()
-            if found is not None:
-                return found
+            notice = self._look()
+            if notice is not None:
+                return notice
 
     def _pause(self, seconds: float) -> None:
         if self._in_process is not None:
@@ -143,17 +143,17 @@ class Vigil:
             time.sleep(seconds)
 
     def _tend(self) -> None:
-        """Reap what was left behind, and see that the keeper lives, every now and then."""
+        """Every now and then, reap what was left behind, and see that the keeper is alive."""
         if time.monotonic() - self._tended < TENDING:
             return
         self._tended = time.monotonic()
         self._context.orphans.tend()
         self._context.learner.poll(self._context.monitor)
-        keeper, told = self._context.keeper.check()
+        keeper, text = self._context.keeper.check()
         if keeper is not None:
             self._context.orphans.own(keeper)
-        if told:
-            self._attempt.journal.write(Warned(message=told))
+        if text:
+            self._attempt.journal.write(Warned(message=text))
 
     def _look(self) -> Notice | None:
         attempt, node = self._attempt, self._attempt.place.node
@@ -192,9 +192,9 @@ class Vigil:
         return None
 
     def _standing(self, ended: Mapping[int, int], *, between: bool) -> StillRunning:
-        """What this node has to say of its ranks."""
+        """What this node has to say about its ranks."""
         node, kept = self._attempt.place.node, self._in_process
-        if between:  # who has to be where by when is the conductor's affair
+        if between:  # which member must be where by when is the conductor's affair
             return StillRunning(node=node, in_time=0)
         ranks = kept.ranks() if kept is not None else None
         return self._context.monitor.standing(node, ended, ranks, excused=self._waits_for_storage)
@@ -204,12 +204,12 @@ class Vigil:
         say(f"warning: {told}")
 
     def _finish(self) -> Notice | None:
-        """This node's workers are done: so is the attempt when all nodes' are."""
+        """This node's workers are done; the attempt is done when all nodes' workers are."""
         attempt, node = self._attempt, self._attempt.place.node
         attempt.count_in("finished")
         lost = len(attempt.lost_nodes())  # those that the others went on without
         if attempt.counted("finished") >= attempt.place.nodes - lost:
-            # Given, so that a node which is asked to stop at this very moment learns of it too.
+            # Given as a notice, so that a node that is asked to stop at this very moment learns of it too.
             return attempt.give(Notice(kind="finished", node=node))
         return None
 
@@ -236,7 +236,7 @@ class Vigil:
         return members[group_rank].node if group_rank < len(members) else f"of group rank {group_rank}"
 
     def _may_grow(self) -> bool:
-        """Whether nodes wait that the group has room for, and another regrouping is allowed.
+        """Whether nodes wait for which the group has room, and another regrouping is allowed.
 
         A full group never looks: it has no room, whoever waits.
         """
@@ -250,22 +250,22 @@ class Vigil:
         attempt = self._attempt
         try:
             return may_regroup(past_attempts(attempt.control, before=attempt.number + 1))
-        except ControlError:  # it is looked at again; nobody ends a group that trains to let others join
+        except ControlError:  # it is tried again; a group that trains is not ended to let others join
             return False
 
 
 LAST_WORDS = 30.0
 """Seconds for what is written when an attempt is abandoned: its storage may be what does not answer."""
 LEAVE = 5.0
-"""Seconds to wait at the end for the other nodes to have read the decision: the store may live in here."""
+"""Seconds to wait at the end for the other nodes to read the decision: this process may host the store."""
 
 
 class EndedByStorageError(StorageError):
-    """The message is all that is left to say of a launch whose storage takes nothing."""
+    """The message is all that is left to say about a launch whose storage cannot be written."""
 
 
 class Ends:
-    """One for all attempts of an agent."""
+    """Settles the ends of attempts; one for all attempts of an agent."""
 
     def __init__(
         self,
@@ -291,8 +291,8 @@ class Ends:
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
             number, node, last = attempt.number, attempt.place.node, self._recovery.last_step
             if not tell_lease_taken(self._context, number, node, notice.detail, last):
-                told = f"attempt {number} does not hold the run any more: {notice.detail}"
-                say(f"{told}. Its workers were ended", attempt=number)
+                text = f"attempt {number} no longer holds the run: {notice.detail}"
+                say(f"{text}. Its workers were ended", attempt=number)
             return self._leave(attempt, ExitCode.LEASE_LOST)
         if notice.kind == "leader_lost":
             return self._without_leader(attempt, notice, stopping)
@@ -312,18 +312,18 @@ class Ends:
             self._await_reports(attempt)
             attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
         self._context.last_words = f"attempt {attempt.number} was stopped: {notice.detail}"
-        told, account = f"{self._context.last_words}\n  next: {next_step(code)}", None
+        text, account = f"{self._context.last_words}\n  next: {next_step(code)}", None
         if asked and attempt.place.leads and stopping.request is not None:
             account = self._account_of(attempt, stopping.request, notice)
             if account is not None:
                 attempt.journal.write(account)
-                told = stop_text(account, str(self._context.control.path))
+                text = stop_text(account, str(self._context.control.path))
             self._requeue_after(attempt, stopping.request)
-        say(told, attempt=attempt.number, account=account)
+        say(text, attempt=attempt.number, account=account)
         return self._leave(attempt, code)
 
     def _account_of(self, attempt: Attempt, request: StopRequest, notice: Notice) -> Account | None:
-        """Once, by the leading agent, when all ranks have ended; None where the storage does not answer."""
+        """Made once, by the leading agent, when all ranks have ended; None if storage does not answer."""
         control, code, detail = self._context.control, notice.exit_code, notice.detail
 
         def make() -> Account:
@@ -340,7 +340,7 @@ class Ends:
             return None
 
     def _requeue_after(self, attempt: Attempt, request: StopRequest) -> None:
-        """At the very end of this launch the scheduler may be asked to queue the job again."""
+        """At the very end of this launch, the scheduler may be asked to queue the job again."""
         context = self._context
         context.scheduler.after_stop(attempt.number, request, self._steps(), context.excluded_nodes())
 
@@ -365,13 +365,13 @@ class Ends:
         return None
 
     def _await_reports(self, attempt: Attempt) -> None:
-        """Until the workers of all nodes are gone; a signal does not matter to that any more."""
+        """Wait until the workers of all nodes are gone; a signal no longer interrupts this."""
         if attempt.place.nodes > 1:
             attempt.await_all("reported", report_timeout(self._settings))
 
     def interrupted(self, attempt: Attempt | None, number: signal.Signals, stopping: Stopping | None) -> int:
-        """A signal while no workers run here: this node ends, and the run if it cannot do without it."""
-        failed = stopping is not None and stopping.request is not None  # its workers were in no state to save
+        """A signal came while no workers run here: end this node, and the run if it cannot do without it."""
+        failed = stopping is not None and stopping.request is not None  # its workers were unable to save
         code = int(ExitCode.STOPPED_UNSAVED if failed else ExitCode.STOPPED)
         context, meeting = self._context, self._meeting
         leads = attempt.place.leads if attempt is not None else meeting is not None and meeting.leads
@@ -387,7 +387,7 @@ class Ends:
                 detail=detail,
                 exit_code=code,
             )
-            with contextlib.suppress(DecisionTimeoutError):  # no store, nobody to tell
+            with contextlib.suppress(DecisionTimeoutError):  # without a store, nobody can be told
                 attempt.give(notice)
         self._shutdown()
         if meeting is not None:
@@ -399,7 +399,7 @@ class Ends:
                     meeting.leave(why)
         if attempt is not None:
             with contextlib.suppress(DecisionTimeoutError):
-                attempt.count_in("reported")  # or the leader would wait for this node
+                attempt.count_in("reported")  # otherwise the leader would wait for this node
             attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
             self._leave(attempt, code, wait=attempt.place.leads)
         if leads:
@@ -409,7 +409,7 @@ class Ends:
         return code
 
     def _requeue_between(self, attempt: Attempt | None, number: signal.Signals) -> None:
-        """A scheduler's signal means the same while no workers run."""
+        """A scheduler's signal means the same while no workers run: the job may be queued again."""
         context = self._context
         node = self._meeting.node if self._meeting is not None else ""
         sender = context.signals.sender
@@ -429,8 +429,8 @@ class Ends:
     def _without_leader(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int | None:
         """The leader of the next round decides about this one.
 
-        A leader that is still there was stopped or cut off. The others go on without it, and it must not end
-        the run for them: it comes to the meeting, is told that it was taken for gone, and joins anew.
+        If the leader is still there, it was stopped or cut off. The others go on without it, and it must not
+        end the run for them: it comes to the meeting, learns that it was taken for gone, and joins anew.
         """
         say(f"attempt {attempt.number} ends: {notice.detail}", attempt=attempt.number)
         if stopping.of_all:
@@ -449,7 +449,7 @@ class Ends:
         return None
 
     def without_others(self, attempt: Attempt, why: str) -> int:
-        """The leader or the store was lost during a stop: nobody can say any more what was saved."""
+        """The leader or the store was lost during a stop: nobody can say any longer what was saved."""
         self._shutdown()
         self._context.last_words = f"the stop could not be completed: {why}"
         say(f"{self._context.last_words}\n  next: {next_step(ExitCode.STOPPED_UNSAVED)}")
@@ -471,7 +471,7 @@ class Ends:
         return self._act(attempt, incident)
 
     def _act(self, attempt: Attempt, incident: DecidedIncident) -> int | None:
-        """Do what was decided: an exit code, or None for another attempt."""
+        """Do what was decided; returns an exit code, or None for another attempt."""
         decision = incident.decision
         self._context.learned_exclusions.extend(decision.exclude)
         if attempt.place.leads:
@@ -484,12 +484,12 @@ class Ends:
     # -- taking leave ---------------------------------------------------------------------------------------
 
     def _leave(self, attempt: Attempt, code: int, *, wait: bool = True) -> int:
-        """The last thing of a launch: let the others read what they need before this process is gone."""
+        """The last act of a launch: let the others read what they need before this process is gone."""
         if wait and self._meeting is not None:
             with contextlib.suppress(StoreLostError):
                 self._meeting.finish(code, f"attempt {attempt.number} ended with code {code}")
         if attempt.place.nodes > 1:
-            with contextlib.suppress(DecisionTimeoutError):  # whoever hosts the store has left already
+            with contextlib.suppress(DecisionTimeoutError):  # the store's host has left already
                 attempt.count_in("leaving")
                 if wait:
                     attempt.await_all("leaving", LEAVE)
@@ -499,8 +499,8 @@ class Ends:
     def abandon(self, attempt: Attempt | None, error: BaseException, stopping: Stopping | None) -> int | None:
         """Something around the group broke (the store, the control directory): end what can be ended.
 
-        The code to end with if the run was to stop anyway, and only its storage is what failed; else None.
-        EndedByStorageError in place of an error that only says which record could not be written.
+        Returns the code to end with if the run was to stop anyway and only its storage failed; else None.
+        Raises EndedByStorageError instead of an error that only says which record could not be written.
         """
         self._shutdown()
         request = stopping.request if stopping is not None and stopping.of_all else None
@@ -510,9 +510,9 @@ class Ends:
                 raise EndedByStorageError(self._recovery.storage_words()) from error
             return None
         code = ExitCode.STOPPED_UNSAVED
-        told = f"the run was to stop ({request.detail}), and could not save: {error}"
-        self._context.last_words = told
-        say(f"{told}\n  next: {next_step(code)}")
+        text = f"the run was to stop ({request.detail}), but could not save: {error}"
+        self._context.last_words = text
+        say(f"{text}\n  next: {next_step(code)}")
         self.tell_meeting(code, str(error).partition("\n")[0])
         if attempt is not None and attempt.place.leads:
             number, scheduler = attempt.number, self._context.scheduler
@@ -539,7 +539,7 @@ class Ends:
             last.result()
 
     def _end_abandoned(self, attempt: Attempt | None, code: int, why: str) -> None:
-        """What is left to be written, on storage that may not answer."""
+        """Write what is left to be written, on storage that may not answer."""
         if code == ExitCode.STORAGE_FAILED:
             self._requeue_for_storage(attempt, why)
         if attempt is None or attempt.ended:
@@ -552,7 +552,7 @@ class Ends:
         attempt.close()
 
     def _requeue_for_storage(self, attempt: Attempt | None, why: str) -> None:
-        """At the very end of this launch; by the leading agent, or where nobody leads yet."""
+        """Ask for it at the very end of this launch; by the leading agent, or by all if nobody leads yet."""
         context, meeting = self._context, self._meeting
         if attempt is not None and not attempt.place.leads:
             return
@@ -564,7 +564,7 @@ class Ends:
         context.scheduler.storage_failed(number, why, self._steps(), self._excluded())
 
     def tell_meeting(self, code: int, why: str) -> None:
-        """The end of the leader's launch is everybody's; another node only takes its leave."""
+        """If the leader's launch ends, the run ends for all; any other node only takes its leave."""
         meeting = self._meeting
         if meeting is None:
             return

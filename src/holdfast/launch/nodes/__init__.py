@@ -1,9 +1,9 @@
 """The nodes of a launch: where they meet, who leads, who watches whom, and the attempt they share.
 
 For agents on different machines, which share a store and a control directory and trust nothing else.
-Promises: a round forms of nodes that are here and fit; a lost node is noticed by its connection or its
+Promises: a round forms from nodes that are present and fit; a lost node is noticed by its connection or its
 silence.
-Never: two leaders who both act; a spare whose arrival ends a run.
+Never: two leaders that both act; a spare whose arrival ends a run.
 """
 
 from __future__ import annotations

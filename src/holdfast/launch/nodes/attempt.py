@@ -1,8 +1,8 @@
 """One attempt as the agents of its nodes share it, and which devices its ranks get.
 
 The agent of group rank 0 leads: it claims the epoch, numbers the attempt, hosts its store and announces all
-three in the rendezvous round's store. The others follow: they learn the announcement before a deadline or
-end. Every attempt's keys live under that round, so nothing of an earlier one is ever read.
+three in the rendezvous round's store. The others follow: they learn the announcement before a deadline, or
+end. Every attempt's keys live under that round, so nothing from an earlier one is ever read.
 
 Guarantee: all nodes of an attempt act on the same notice (the first that any of them gave), under the same
 number and epoch; only the leader writes the attempt's end.
@@ -58,12 +58,12 @@ from holdfast.record import (
 # Which devices a node has, which of them may be used, and on which of them its ranks run.
 #
 # The order of nodes and devices is chosen once for the job, by the leading agent, from the last decision
-# (`policy.rotation`); every node is told the whole of it, and it is recorded with the attempt, so that a
-# later verdict can compare where a fault appeared.
+# (`policy.rotation`); every node learns the whole order, and it is recorded with the attempt, so that a later
+# verdict can compare where a fault appeared.
 
 
 def usable_devices(devices: Sequence[Device], node: str, excluded: Sequence[Exclusion]) -> list[str]:
-    """Pure: the names of those that are not excluded, under any name that they have or had."""
+    """Pure: the names of the devices that are not excluded under any name that they have or had."""
     out = [one.device for one in excluded if one.node == node]
     return [device.name for device in devices if not any(device.is_called(name) for name in out)]
 
@@ -94,7 +94,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
         return self.nodes[self.place_of(node)].devices
 
     def devices_of_ranks(self, node: str, ranks: Mapping[int, int]) -> dict[int, str]:
-        """Global rank → device, of a node's workers; `ranks`: global rank → local rank."""
+        """Global rank → device, for a node's workers; `ranks`: global rank → local rank."""
         if not self.nodes:
             return {}
         devices = self.devices_of(node)
@@ -102,7 +102,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrange_attempt(members: Sequence[Participant], rotation: int) -> Arrangement:
-    """Pure: the arrangement of an attempt; `members` are in their plain order."""
+    """Pure: the arrangement of an attempt; `members` are in their original order."""
     arranged = arrange([NodeDevices(member.node, member.devices) for member in members], rotation)
     workers = max((member.slots for member in members), default=1)
     return Arrangement(nodes=arranged, placement=describe_devices(arranged, workers), rotation=rotation)
@@ -116,7 +116,7 @@ CONNECT_PATIENCE = 30.0
 ANNOUNCEMENT = "holdfast/attempt"
 NOTICE = "holdfast/notice"
 FAREWELL = 60.0
-"""Seconds for which a node that cannot take part stays, until the leader has read that it is there."""
+"""Seconds for which a node that cannot take part stays so that the leader can read that it is there."""
 STORE_TIMEOUT = 60.0
 """Seconds for one answer of the store; its own calls may wait for ever for a host that was cut off."""
 
@@ -127,7 +127,7 @@ class StopRun(Exception):  # noqa: N818 - an end, not an error
     """The launcher ends with this code and message."""
 
     def __init__(self, code: int, message: str, then: str = "") -> None:
-        """`then`: what to do next, where the code's own advice would be beside the point."""
+        """`then`: what to do next, if the code's own advice would be beside the point."""
         super().__init__(message)
         self.code = code
         self.then = then
@@ -150,7 +150,7 @@ class AttemptAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     master_addr: str = ""
     master_port: int = 0
     watch_port: int = 0
-    """Where the leader is watched and watches."""
+    """The port at which the leader watches and is watched."""
     arrangement: Arrangement = Arrangement()
     orders: Orders = Orders()
     restarts_left: int | None = None
@@ -168,14 +168,14 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     stopped (all were), lease_lost, finished."""
     node: str
     nodes: list[str] = []
-    """Those that were lost, or that leave."""
+    """Nodes that were lost, or that leave."""
     at: float = 0.0
     detail: str = ""
     exit_code: int = 0
 
 
 class RoundPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where this agent stands in the round."""
+    """This agent's place in the round."""
 
     node: str
     group_rank: int
@@ -199,7 +199,7 @@ class Attempt:
         store: SealedStore,
         patience: float = STORE_TIMEOUT,
     ) -> None:
-        """`patience` is how long the store may take to answer before it counts as lost."""
+        """`patience`: how long the store may take to answer before it counts as lost."""
         self.control = control
         self.place = place
         self.launch = launch
@@ -216,7 +216,7 @@ class Attempt:
         self.ended = False
         self._got_to: set[str] = set()
         self.nodes_of_ranks: dict[int, str] = {}
-        """Global rank → node, where members of an in-process restart have changed their ranks."""
+        """Global rank → node, if members of an in-process restart have changed their ranks."""
         self._store = store
         self._patience = patience
 
@@ -241,11 +241,11 @@ class Attempt:
         return msgspec.json.decode(raw, type=Notice) if raw else None
 
     def fix(self, key: str, text: str) -> bytes:
-        """Say something once for all nodes; what was said first."""
+        """Say something once for all nodes; returns what was said first."""
         return self._ask(lambda: self._store.compare_set(f"holdfast/{key}", "", text))
 
     def read(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """What was said under these keys, of those that are there."""
+        """What was said under these keys, as far as they exist."""
 
         def look() -> dict[str, bytes]:
             there = [key for key in keys if self._store.check([f"holdfast/{key}"])]
@@ -254,35 +254,35 @@ class Attempt:
         return self._ask(look)
 
     def say(self, key: str, text: str) -> None:
-        """Say something, in place of what was said before under this key."""
+        """Say something, replacing what was said before under this key."""
         self._ask(lambda: self._store.set(f"holdfast/{key}", text))
 
     def count(self, what: str) -> int:
-        """Count on by one; the new number."""
+        """Add one to a counter; returns the new number."""
         return self._ask(lambda: self._store.add(f"holdfast/{what}", 1))
 
     def count_in(self, what: str) -> None:
-        """Say that this node has got to `what`; it counts once, however often it is said."""
+        """Say that this node has reached `what`; it counts once, however often it is said."""
         if what in self._got_to:
             return
         self._got_to.add(what)
         self._ask(lambda: self._store.add(f"holdfast/{what}", 1))
 
     def counted(self, what: str) -> int:
-        """How many nodes have got to `what`."""
+        """How many nodes have reached `what`."""
         return self._ask(lambda: self._store.add(f"holdfast/{what}", 0))
 
     def _ask(self, call: Callable[[], T]) -> T:
         return within(call, self._patience, f"the other nodes of attempt {self.number}")
 
     def await_all(self, what: str, timeout: float) -> int:
-        """Wait until every node that is not lost got to `what`, at most `timeout` seconds; how many have."""
+        """Wait, at most `timeout` seconds, until all nodes not lost have reached `what`; how many have."""
         deadline = time.monotonic() + timeout
         while True:
-            found = self.counted(what)
+            arrived = self.counted(what)
             expected = self.place.nodes - len(self.lost_nodes())
-            if found >= expected or time.monotonic() >= deadline:
-                return found
+            if arrived >= expected or time.monotonic() >= deadline:
+                return arrived
             time.sleep(POLL)
 
     def lost_nodes(self) -> dict[int, str]:
@@ -290,11 +290,11 @@ class Attempt:
         return self.watching.lost() if self.watching is not None else {}
 
     def lost_leader(self) -> str:
-        """How the leader was lost, as a follower knows it; empty while it was not."""
+        """How the leader was lost, as a follower knows it; empty while it is not lost."""
         return self.watched.lost if self.watched is not None else ""
 
     def go_on(self, told: AttemptAnnouncement, world_size: int) -> None:
-        """The same workers go on as the next attempt: whatever bears its number or epoch is new."""
+        """The same workers go on as the next attempt: whatever bears its number or epoch is made anew."""
         self.journal.close()
         self.place = msgspec.structs.replace(self.place, world_size=world_size)
         self.told, self.number, self.ended = told, told.attempt, False
@@ -311,8 +311,8 @@ class Attempt:
     ) -> None:
         """Write the attempt's end, once; only the leader does.
 
-        A control directory that cannot be written, or that is gone, costs the record and not what it says:
-        nobody decides by it, and a job that has finished has finished. `quiet`: that is told already.
+        If the control directory cannot be written, or is gone, the record is lost but the end stands: nobody
+        decides by the record, and a job that has finished has finished. `quiet`: this was said already.
         """
         if not self.place.leads or self.ended:
             return
@@ -323,10 +323,10 @@ class Attempt:
         try:
             end_attempt(self.control, self.fence, self.number, record)
         except ControlError as error:
-            told = f"attempt {self.number} has no record of its end, which is {outcome}: {error}"
-            self.journal.write(Warned(message=told))
+            text = f"attempt {self.number} has no record of its end, which is {outcome}: {error}"
+            self.journal.write(Warned(message=text))
             if not quiet:
-                log.error("holdfast: %s", told)
+                log.error("holdfast: %s", text)
         self.journal.write(AttemptEnded(outcome=outcome, exit_code=exit_code, last_step=highest_step))
 
     def close(self) -> None:
@@ -340,7 +340,7 @@ class Attempt:
 
 
 def agree_on_launch(store: SealedStore, mine: str) -> str:
-    """The launch id that all agents of this rendezvous share, also those that join or lead later."""
+    """The launch id that all agents of this rendezvous share, including those that join or lead later."""
     return store.compare_set("holdfast/launch", "", mine).decode()
 
 
@@ -357,7 +357,7 @@ def lead(
     max_restarts: int,
     started_with: str = "",
 ) -> Attempt:
-    """Number the attempt, host its store, watch over the others, tell them."""
+    """Number the attempt, host its store, watch over the others, and announce it to them."""
     begun = _begin_next(control, place, held, members, max_restarts, started_with)
     hosted = HostedStore(address, alone=place.nodes == 1)
     watching = None
@@ -415,11 +415,11 @@ def _begin_next(
     max_restarts: int,
     started_with: str,
 ) -> AttemptAnnouncement:
-    """Begin an attempt on what was decided about the last one; what is told of it but where to meet."""
+    """Begin an attempt as the decision about the last one says; its announcement, without where to meet."""
     earlier = sum(record.launch == held.owner for record, _ in ends_of(control))
     fence = Fence(control, held.epoch)
     newest, decided = last_decision(control)
-    if decided is not None and not was_kept(control, newest):  # who decided it died before that
+    if decided is not None and not was_kept(control, newest):  # the deciding agent died before keeping it
         with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", newest)) as journal:
             write_findings(control, fence, journal, newest, decided)
     past = past_attempts(control, before=newest + 1)
@@ -479,7 +479,7 @@ def _other_run(control: ControlDirectory, node: str, other: str) -> str:
 
 
 def _refuse_foreign(control: ControlDirectory, node: str, store: SealedStore) -> NoReturn:
-    """This node leaves, and may be the one that hosts the store: the leader learns of it first, bounded."""
+    """Leave, once the leader knows it or its time is over: this node may be the one that hosts the store."""
     what = "the leading agent"
     within(store.hail, STORE_TIMEOUT, what)
     deadline = time.monotonic() + FAREWELL
@@ -498,7 +498,7 @@ def follow(
     node_timeout: float,
     given_up: Callable[[], str],
 ) -> Attempt:
-    """Learn what the leader announced, or raise. `given_up` says why nothing can come any more."""
+    """Learn what the leader announced, or raise. `given_up` says why no announcement can come any more."""
     what = "the attempt that the leading agent begins"
 
     def why_not() -> str:

@@ -1,13 +1,13 @@
 """Where a launch's agents meet: a rendezvous of our own, on a store that a node hosts.
 
-Guarantee: a round forms at once when everybody is there; whoever died is not waited for longer than
-`node_timeout`, and not at all when its end was seen; a node too many is parked; a node that may not take part
-is parked with the reason. Every wait has a deadline, except that of a node parked beside a group that runs,
-which ends with the run. What a stranger writes into the store is ignored, and what it overwrites is written
-again (`control.secret`): it cannot change who meets.
+Guarantee: a round forms at once when everybody is there; a dead node is waited for no longer than
+`node_timeout`, and not at all if its end was seen; a surplus node is parked; a node that may not take part is
+parked with the reason. Every wait has a deadline, except that of a node parked beside a running group, which
+ends with the run. What a stranger writes into the store is ignored, and what it overwrites is written again
+(`control.secret`): it cannot change who meets.
 
 torch's own c10d rendezvous waits out a heartbeat timeout for a dead node, restarts a full group for ever when
-a spare waits beside it, and keeps no place for a node that must stay out. What is decided here is decided by
+a spare waits beside it, and keeps no place for a node that must stay out. All decisions here are made by
 `policy.rounds`; this module moves its state through the store by compare-and-set.
 """
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 # The store in which a launch's agents meet: hosted by the first endpoint's node, or by the next one's.
 #
-# Guarantee: connecting is bounded, and whoever cannot reach an endpoint says which. With several endpoints
-# (`--rdzv-endpoint one:29400,two:29400`) the loss of the store's host moves everybody to the next one in the
-# list, in the same order everywhere, and who comes later goes where they are. With one, it ends the launch
-# with a code that says "start it again".
+# Guarantee: connecting is bounded, and an agent that cannot reach an endpoint says which. With several
+# endpoints (`--rdzv-endpoint one:29400,two:29400`) the loss of the store's host moves everybody to the next
+# one in the list, in the same order everywhere, and late arrivals go where the others are. With only one, it
+# ends the launch with a code that says "start it again".
 
 
 DEFAULT_PORT = 29400
@@ -54,13 +54,13 @@ PROBE = 2.0
 
 
 class StoreLostError(HoldfastError):
-    """The store that the agents meet in cannot be reached, and there is no other one."""
+    """The store in which the agents meet cannot be reached, and there is no other one."""
 
     exit_code = ExitCode.STORE_LOST
 
 
 def parse_endpoints(text: str) -> list[tuple[str, int]]:
-    """`host[:port]`, or several separated by commas; an address of IPv6 in brackets."""
+    """`host[:port]`, or several separated by commas; IPv6 addresses are in brackets."""
     found = []
     for part in (part.strip() for part in text.split(",")):
         host, colon, port = part.rpartition(":")
@@ -79,7 +79,7 @@ def parse_endpoints(text: str) -> list[tuple[str, int]]:
 
 
 class Endpoints:
-    """Connects to the endpoints of a launch, one after the other as they fail."""
+    """Connects to the endpoints of a launch, moving on to the next as they fail."""
 
     def __init__(
         self,
@@ -112,12 +112,12 @@ class Endpoints:
         return self._next >= len(self.all)
 
     def begin(self) -> TCPStore:
-        """The store to meet in at the start: where the others have moved to, if they had to."""
+        """The store to meet in at the start: the one that the others have moved to, if they had to."""
         self.look_ahead()
         return self.connect()
 
     def look_ahead(self) -> str:
-        """Where others meet, if that is at a later endpoint than this one: `connect` goes there next."""
+        """Where others meet, if that is at a later endpoint than this; if so, `connect` goes there next."""
         for index in range(len(self.all) - 1, max(self.index, 0), -1):
             host, port = self.all[index]
             if _answers(host, port):
@@ -135,7 +135,7 @@ class Endpoints:
                 return self._open(host, port)
             except (RuntimeError, TimeoutError, OSError) as error:
                 if is_table_full(error):
-                    raise  # it is this machine that has no room for a thread, whichever endpoint is next
+                    raise  # this machine has no room for a thread, whichever endpoint is next
                 first = str(error).partition("\n")[0]
                 self.failures.append(f"{host}:{port}: {first}")
         tried = "; ".join(self.failures) or f"{self.name} was the only one"
@@ -173,7 +173,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether an endpoint's host is this machine, so that the store is to be hosted here."""
+    """Whether an endpoint's host is this machine, so that the store must be hosted here."""
     if host == "localhost":
         return True
     try:
@@ -193,18 +193,18 @@ def is_this_machine(host: str) -> bool:
 
 STATE = "meeting"
 CHANGES = 10_000
-"""Tries of one change. Each that fails let another node's through, and there are fewer of these."""
+"""Tries for one change. Each failed try means that another node's change got through, and those are fewer."""
 POLL = 0.05
 SLOW_POLL = 0.5
-"""Between two looks of a parked node."""
+"""Seconds between two looks of a parked node."""
 FAREWELL = 5.0
-"""Seconds for which the store's host waits, at the end, for those who still have to read that it is over."""
+"""Seconds for which the store's host waits, at the end, for those that must still read that it is over."""
 
 R = TypeVar("R")
 
 
 class Pulse:
-    """Says through the store that this agent lives, and notices when the store does not answer any more."""
+    """Says through the store that this agent is alive, and notices when the store no longer answers."""
 
     def __init__(self, store: Any, key: str, interval: float, timeout: float) -> None:
         self.lost = ""
@@ -233,7 +233,7 @@ class Pulse:
                 return
 
     def _look(self) -> None:
-        """The store's calls may hang for ever when its host is cut off: another thread watches the clock."""
+        """Calls to the store may hang for ever when its host is cut off: another thread watches the clock."""
         looked = time.monotonic()
         while not self._stop.wait(self._interval) and not self.lost:
             now = time.monotonic()
@@ -270,9 +270,9 @@ class MeetingHandler(RendezvousHandler):
         say: Callable[[str], None],
     ) -> None:
         self.node = node
-        """The node's name; after the first round the one that is unique among the others."""
+        """The node's name; from the first round on, made unique among the others."""
         self.gone: dict[str, str] = {}
-        """Agents whose end was seen by this one, and how; the next round does not wait for them."""
+        """Agents that this one saw end, and how; the next round does not wait for them."""
         self._endpoints = endpoints
         self._run_id = run_id
         self._run, self._secret = run, secret
@@ -294,7 +294,7 @@ class MeetingHandler(RendezvousHandler):
 
     def _connect(self, store: TCPStore) -> None:
         self._store = self._sealed(store)
-        # A client of its own: a call that hangs holds its client up for everybody else.
+        # A client of its own: a call that hangs blocks its client for everybody else.
         self._pulse_store = self._sealed(store.clone() if hasattr(store, "clone") else store)
         self._begin_pulse()
 
@@ -303,7 +303,7 @@ class MeetingHandler(RendezvousHandler):
         return SealedStore(PrefixStore(scope, store), self._secret, self._run, scope, self.warn)
 
     def warn(self, text: str) -> None:
-        """Of what a stranger does to the store: once."""
+        """Warn, once, of what a stranger does to the store."""
         if not self._warned:
             self._warned = True
             self._say(f"warning: {text}")
@@ -338,7 +338,7 @@ class MeetingHandler(RendezvousHandler):
         return (msgspec.json.decode(raw, type=Meeting) if raw else Meeting()), raw
 
     def _change(self, change: Callable[[Meeting], Meeting | None]) -> Meeting:
-        """Apply a change, again and again until nobody else changed the state meanwhile."""
+        """Apply a change, again and again until nobody else has changed the state meanwhile."""
         for _ in range(CHANGES):
             meeting, raw = self._read()
             wanted = change(meeting)
@@ -350,15 +350,15 @@ class MeetingHandler(RendezvousHandler):
                 return wanted
             if self._store.foreign and not self._round:
                 self._refuse_foreign()
-        raise StoreLostError(f"the meeting at {self._endpoints.name} changed {CHANGES} times under our hands")
+        raise StoreLostError(f"the meeting at {self._endpoints.name} changed {CHANGES} times meanwhile")
 
     def _refuse_foreign(self) -> NoReturn:
-        """Nodes of another run meet here: they do not see this run's directory, or are not meant to."""
+        """Refuse, as nodes of another run meet here: they do not see this run's directory, or must not."""
         other, store = self._store.foreign, self._store
         why = (
             f"{self.node} is of run {self._run}, and other nodes that meet at {self._endpoints.name} as "
             f"{self._run_id} are of run {other}. All nodes must see the same run directory: put --run-dir on "
-            "a file system that they share; where these are two runs, give each an --rdzv-id of its own"
+            "a file system that they share; if these are two runs, give each an --rdzv-id of its own"
         )
         with contextlib.suppress(StoreLostError, RuntimeError):  # its host knows too, and has ended by now
             self._ask(store.hail)
@@ -382,7 +382,7 @@ class MeetingHandler(RendezvousHandler):
         self.finish(0, "it was closed")
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that the running group has room for. A full group has none, whoever waits."""
+        """How many waiting nodes the running group has room for: none if it is full, whoever waits."""
         if len(self._members) >= self._max:
             return 0
         return len(placement.spares(self._read()[0]))
@@ -392,7 +392,7 @@ class MeetingHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round; StopRun if the run is over, RendezvousTimeoutError or StoreLostError."""
+        """Wait for the next round. Raises StopRun if the run is over, a timeout's error or StoreLostError."""
         arrived = began = self._looked_elsewhere = time.monotonic()
         meeting = self._arrive()
         told, line = "", live_line()
@@ -409,7 +409,7 @@ class MeetingHandler(RendezvousHandler):
                 meeting = self._arrive()
             place = next((i for i, m in enumerate(meeting.members) if m.agent == self._agent), None)
             if place is None and self._agent not in meeting.here:
-                meeting = self._arrive()  # what we had said was overwritten before others read it
+                meeting = self._arrive()  # our arrival was overwritten before others read it
                 continue
             if meeting.round > self._round and place is not None and self._agent not in meeting.here:
                 line.over()
@@ -421,7 +421,7 @@ class MeetingHandler(RendezvousHandler):
             ready = len(placement.candidates(meeting)) >= self._min and not placement.awaited(meeting)
             enough_since = (enough_since or time.monotonic()) if ready else None
             if parked and placement.awaited(meeting):
-                began = time.monotonic()  # the group runs; from its end on there is something to wait for
+                began = time.monotonic()  # the group runs; the time to wait begins with its end
             if time.monotonic() - began > self._join_timeout:
                 raise RendezvousTimeoutError(self._who_is_missing(meeting))
             running = bool(parked and placement.awaited(meeting))
@@ -460,7 +460,7 @@ class MeetingHandler(RendezvousHandler):
         return RendezvousInfo(store, place, len(meeting.members), RendezvousStoreInfo("", 0))
 
     def _look_after(self, meeting: Meeting, enough_since: float | None) -> None:
-        """Form the round if it can be formed, and notice who has fallen silent."""
+        """Form the round if it can be formed, and notice agents that have fallen silent."""
         now = time.monotonic()
         enough = enough_since is not None and now - enough_since >= self._patience(meeting)
         formed = placement.form(meeting, min_nodes=self._min, max_nodes=self._max, enough=enough)
@@ -482,7 +482,7 @@ class MeetingHandler(RendezvousHandler):
     def _look_elsewhere(self) -> None:
         """After a cut, some may have moved to a later endpoint while others never lost theirs.
 
-        Who waits, and finds that somebody meets there, goes there too; nobody ever moves back.
+        An agent that waits and finds that others meet there goes there too; nobody ever moves back.
         """
         now = time.monotonic()
         if now - self._looked_elsewhere < self._node_timeout:
@@ -493,17 +493,17 @@ class MeetingHandler(RendezvousHandler):
             raise StoreLostError(f"the other nodes meet at {self._elsewhere}")
 
     def _patience(self, meeting: Meeting) -> float:
-        """How long to wait for more than enough nodes: only at the start, later ones can join at any time.
+        """How long to wait for more than enough nodes: only at the start, as later ones can join at any time.
 
-        After a move nobody knows who is still coming; whoever lives has noticed the loss within its timeout.
+        After a move nobody knows who is still coming; every live agent notices the loss within its timeout.
         """
         if meeting.round > 0:
             return 0.0
         return min(self._last_call, self._node_timeout) if self._endpoints.failures else self._last_call
 
     def _silent(self, meeting: Meeting) -> dict[str, str]:
-        """Agents that are waited for and whose pulse has not changed for the timeout, by our own clock."""
-        now, found = time.monotonic(), {}
+        """Awaited agents whose pulse has not changed for the timeout, by our own clock."""
+        now, silent = time.monotonic(), {}
         for member in [*placement.awaited(meeting), *meeting.here.values()]:
             if member.agent == self._agent:
                 continue
@@ -512,8 +512,8 @@ class MeetingHandler(RendezvousHandler):
             if before is None or before[0] != beats:
                 self._pulses[member.agent] = (beats, now)
             elif now - before[1] > self._node_timeout:
-                found[member.agent] = f"{member.node} has been silent for {now - before[1]:.0f} s"
-        return found
+                silent[member.agent] = f"{member.node} has been silent for {now - before[1]:.0f} s"
+        return silent
 
     def _beats_of(self, agent: str) -> int:
         key = f"pulse/{agent}"
@@ -530,7 +530,7 @@ class MeetingHandler(RendezvousHandler):
         )
 
     def _waiting(self, meeting: Meeting, waited: float, *, running: bool) -> Waiting:
-        """What this node waits for, for people. `running`: a group trains without it."""
+        """What this node waits for, in words for people. `running`: a group trains without it."""
         if running:
             return Waiting("a place in the group, which is full", waited, None)
         late = ", ".join(member.node for member in placement.awaited(meeting))
@@ -558,13 +558,13 @@ class MeetingHandler(RendezvousHandler):
         return self._read()[0].over
 
     def belongs(self) -> bool:
-        """Whether this node is part of the group that was formed last, and not a spare of it."""
+        """Whether this node is part of the group that was formed last, not a spare of it."""
         meeting = self._read()[0]
         return any(member.agent == self._agent for member in meeting.members)
 
     @property
     def scope(self) -> str:
-        """What the keys of this round belong to."""
+        """The scope to which the keys of this round belong."""
         return f"holdfast.{self._run_id}.{self._endpoints.index}/round.{self._round}"
 
     @property
@@ -585,7 +585,7 @@ class MeetingHandler(RendezvousHandler):
         return f"{leader.node} has been silent for {silent:.0f} s" if silent > self._node_timeout else ""
 
     def look_at_store(self) -> str:
-        """Ask the store once: why it counts as lost; empty if it answers."""
+        """Ask the store once; returns why it counts as lost, or nothing if it answers."""
         if self._elsewhere:
             return f"the other nodes meet at {self._elsewhere}"
         with contextlib.suppress(StoreLostError):
@@ -599,15 +599,15 @@ class MeetingHandler(RendezvousHandler):
             self.gone[self._members[group_rank].agent] = why
 
     def spares(self) -> list[placement.Participant]:
-        """Nodes that wait beside the group, the first to take first."""
+        """Nodes that wait beside the group, in the order in which to take them."""
         return placement.spares(self._read()[0])
 
     def leave(self, why: str) -> None:
-        """This agent goes; the others need not wait for it."""
+        """Say that this agent goes: the others need not wait for it."""
         self._change(lambda m: placement.remove(m, {self._agent: why}))
 
     def finish(self, code: int, why: str) -> None:
-        """The run is over: parked nodes end too. Who hosts the store stays until they have read it."""
+        """The run is over: parked nodes end too. The store's host stays until they have read that."""
         meeting = self._change(lambda m: placement.finish(m, code, why))
         waiting = len(meeting.here)
         if not self._endpoints.hosting or not waiting:

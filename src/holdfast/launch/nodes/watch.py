@@ -1,12 +1,12 @@
-"""Agents that watch each other while an attempt runs, and the lease as the leading one holds it.
+"""Agents that watch each other while an attempt runs, and the lease as the leading agent holds it.
 
-Guarantee: the end of an agent is known to the leading one at once when its connection closes, and within
-`timeout` when it only falls silent; the leader's end is known to all others in the same way. A word of
-goodbye tells an orderly end from a loss. Who cannot prove that it knows the run's secret is not listened to,
-and nothing that arrives is interpreted beyond its length and a code made from that secret.
+Guarantee: the leading agent learns of another's end at once when its connection closes, and within `timeout`
+when it only falls silent; all others learn of the leader's end in the same way. A goodbye distinguishes an
+orderly end from a loss. A process that cannot prove that it knows the run's secret is not listened to, and
+nothing that arrives is interpreted beyond its length and a code made from that secret.
 
-Each follower holds one connection to the leader; both sides send a byte now and then. A cut in one direction
-only is noticed too: the side that hears nothing closes, and the other one sees that.
+Each follower holds one connection to the leader; both sides send a byte now and then. A cut in only one
+direction is noticed too: the side that hears nothing closes the connection, and the other side sees that.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from holdfast.record import (
 # The lease as the leading agent holds it, across the attempts of one launch.
 #
 # Guarantee: between two attempts of a launch the run is never free for others: the old epoch is kept alive
-# until the next one is claimed. While workers run, the loss of the lease ends them at once; that it cannot be
-# renewed is told, and ends nothing.
+# until the next one is claimed. While workers run, losing the lease ends them at once; failing to renew it is
+# reported, and ends nothing.
 
 
 class Leadership:
@@ -62,7 +62,7 @@ class Leadership:
         self._owner = ""
         self._on_lost: Callable[[], None] | None = None
         self.lost = ""
-        """Why the lease was lost while workers ran; empty while it was not."""
+        """Why the lease was lost while workers ran; empty while it is held."""
 
     def claim(self, owner: str) -> Claim:
         """Take the next epoch for this launch. Raises RunIsLiveError if another launch is alive."""
@@ -108,14 +108,14 @@ class Leadership:
 
 NONCE = 16
 HELLO = struct.Struct(">QQI32s")
-"""Attempt, epoch, group rank, and what proves that they come from an agent of this run."""
+"""Attempt, epoch, group rank, and a proof that they come from an agent of this run."""
 ALIVE, GOODBYE = b"a", b"g"
 HANDSHAKE_TIMEOUT = 10.0
-"""Seconds that a follower gives the leader; the leader gives less to who does not prove itself."""
+"""Seconds that a follower gives the leader; the leader gives less to a peer that does not prove itself."""
 
 
 def _said(nonce: bytes, attempt: int, epoch: int, rank: int) -> tuple[bytes, ...]:
-    """What a follower proves: that it is this node of this attempt, in answer to this very nonce."""
+    """What a follower's proof covers: that it is this node of this attempt, in answer to this nonce."""
     return b"watch", nonce, struct.pack(">QQI", attempt, epoch, rank)
 
 
@@ -144,7 +144,7 @@ class LeaderWatch:
         patience: float,
         address: str = "",
     ) -> None:
-        """`patience` is how long a node may take for its first word; `address`: where the others look."""
+        """`patience`: how long a node may take for its first word; `address`: where the others connect."""
         self._secret, self._attempt, self._epoch = secret, attempt, epoch
         self._timeout, self._patience = timeout, patience
         self._awaited = set(range(1, nodes))
@@ -163,7 +163,7 @@ class LeaderWatch:
         self._thread.start()
 
     def lost(self) -> dict[int, str]:
-        """Group rank → how it was lost, of the nodes that are."""
+        """Group rank → how it was lost, for the nodes that are lost."""
         with self._lock:
             return dict(self._lost)
 
@@ -173,7 +173,7 @@ class LeaderWatch:
         return bool(self._awaited)
 
     def close(self) -> None:
-        """An orderly end: the others are told goodbye."""
+        """End in order: say goodbye to the others."""
         self._stop.set()
         self._thread.join(2 * self._pause())
         with self._lock:
@@ -218,7 +218,7 @@ class LeaderWatch:
         self._cut_strangers(time.monotonic())
 
     def _cut_strangers(self, now: float) -> None:
-        """Who says nothing goes, and never somebody who comes anew or has proven itself."""
+        """Cut those that say nothing, but never a peer that has just come or has proven itself."""
         strangers = {fd: (peer.address, peer.since) for fd, peer in self._peers.items() if peer.rank is None}
         for fd in to_cut(strangers, now):
             self._drop(fd, "")
@@ -232,7 +232,7 @@ class LeaderWatch:
         except (BlockingIOError, InterruptedError):
             return
         except ConnectionResetError:
-            data = b""  # closed with words of ours unread
+            data = b""  # closed without reading all that we sent
         except OSError as error:
             self._drop(fd, error.strerror or str(error))
             return
@@ -277,7 +277,7 @@ class LeaderWatch:
                 try:
                     peer.connection.send(ALIVE)
                 except BlockingIOError:
-                    pass  # it does not read; if it does not write either, its time will be up
+                    pass  # it does not read; if it does not write either, its time will run out
                 except OSError as error:
                     self._drop(fd, error.strerror or str(error))
         if self._awaited and now - self._began > self._patience:
@@ -288,7 +288,7 @@ class LeaderWatch:
 
 
 class FollowerWatch:
-    """The other side: is the leader still there?"""
+    """A follower's side: watches whether the leader is still there."""
 
     def __init__(
         self, address: tuple[str, int], secret: bytes, *, attempt: int, epoch: int, rank: int, timeout: float
@@ -342,7 +342,7 @@ class FollowerWatch:
             if now - heard > self._timeout:
                 self._end(f"nothing was heard from it for {now - heard:.0f} s")
                 with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)  # tells the other side, if that way is open
+                    self._connection.shutdown(socket.SHUT_RDWR)  # the other side sees it, if that way is open
                 return
             if now - beaten < pause:
                 continue

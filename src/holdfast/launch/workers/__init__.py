@@ -1,7 +1,7 @@
-"""The worker processes of one node: started, forked, heard, ended for certain, with all they started.
+"""The worker processes of one node: started, forked, heard, and ended for certain with all they started.
 
 For the agent; the preloaded parent makes restarts quick.
-Promises: a forked worker is what a new interpreter would have become; nothing is left behind, also by a
+Promises: a forked worker is what a new interpreter would have become; nothing is left behind, even by a
 killed agent.
 Never: end a process that is not ours; lose the last lines that a worker wrote.
 """

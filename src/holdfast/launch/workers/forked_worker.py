@@ -5,9 +5,9 @@ request: session, directory, mask, descriptors, signals, environment, arguments,
 state. docs/guides/fast-restarts.md lists what still differs. Torch is not imported here.
 
 Guarantees: when something cannot be done, the process tells the agent and ends; it never runs half-prepared.
-What was imported ahead (torch, numpy, what depends on them) is out of sight until the script imports it. If
-the script has changed by then what that import reads, such as OMP_NUM_THREADS, the process starts over as a
-new interpreter, under the same process id, and leaves a note by which the agent starts later workers cold.
+What was imported ahead (torch, numpy, what depends on them) is hidden until the script imports it. If by then
+the script has changed something that the import reads, such as OMP_NUM_THREADS, the process starts over as a
+new interpreter, under the same process id, and leaves a note that makes the agent start later workers cold.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.base import say_as_rank
 from holdfast.process import Stream, guarded, proc
 
 WORD = 60.0
-"""Seconds that a prepared worker waits for the agent's word."""
+"""Seconds for which a prepared worker waits for the agent's word."""
 PR_SET_PDEATHSIG = 1
 
 MAY_DIFFER = (
@@ -43,19 +43,19 @@ MAY_DIFFER = (
     "CUDA_MODULE_LOADING", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )  # fmt: skip
 MAY_DIFFER_PREFIXES = ("HOLDFAST_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "NCCL_", "GLOO_")
-"""Variables that are read when a worker runs, and not while torch is imported. Every other difference between
-the parent's environment and a worker's (OMP_*, MKL_*, PYTHON*, LD_*, TORCH_* …) makes a start cold: nobody
-knows who has read it already."""
+"""Variables that are read when a worker runs, not while torch is imported. Every other difference between the
+parent's environment and a worker's (OMP_*, MKL_*, PYTHON*, LD_*, TORCH_* …) makes a start cold: nobody knows
+what has read it already."""
 ROOTS = ("torch", "numpy")
-"""What is imported ahead of every script. An import of the first brings the second along."""
+"""What is imported ahead of every script. Importing the first brings the second along."""
 NATIVE = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "TORCH_", "PYTORCH_", "ATEN_", "C10_",
     "DNNL_", "ONEDNN_", "KINETO_", "LRU_CACHE_CAPACITY", "NPY_",
 )  # fmt: skip
-"""What their libraries read when they are loaded. What Python code asks for is recorded while it is imported.
+"""What their libraries read when they are loaded. What Python code reads is recorded while it is imported.
 CUDA's own variables are read when a device is first used, which no import may do."""
 PLACED = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""With one of these, OpenMP divides the processors up among its threads as soon as it is loaded."""
+"""With one of these, OpenMP divides the processors among its threads as soon as it is loaded."""
 
 
 # What the agent, the preloaded parent and a forked worker say to each other.
@@ -65,8 +65,8 @@ PLACED = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent to the parent: a worker is wanted. Its own line to the agent comes with this, and then a
-    descriptor for each of `stdio`."""
+    """The agent to the parent: a worker is wanted. The worker's own line to the agent comes with this,
+    followed by a descriptor for each of `stdio`."""
 
     command: list[bytes]
     module: bytes
@@ -74,15 +74,15 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     arguments: list[bytes]
     environment: dict[bytes, bytes]
     stdio: list[int]
-    """Which descriptors of the worker they become."""
+    """Which of the worker's descriptors they become."""
     processors: list[int]
-    """Those that it is bound to; none means as the parent."""
+    """The processors that it is bound to; none means the same as the parent."""
     note: bytes
     """The file in which it says, once, why it started over as a new interpreter."""
     cwd: bytes
     umask: int
     ignored: list[int]
-    """Signals."""
+    """Signals that it ignores."""
     blocked: list[int]
 
 
@@ -97,11 +97,11 @@ class Born(msgspec.Struct, frozen=True, tag="born"):
 
 
 class ForkRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The parent forks none."""
+    """The parent does not fork."""
 
     why: str
     spoilt: bool = False
-    """Whether one would that imports only what it must."""
+    """Whether a parent that imports only what it must would fork."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -119,7 +119,7 @@ FromWorker = ForkReady | Failed
 
 
 def sayable(text: str) -> str:
-    """Without what is no text, such as a name of a file may have."""
+    """The text without anything that is not text, such as a file's name may contain."""
     return text.encode(errors="replace").decode()
 
 
@@ -128,12 +128,12 @@ def may_differ(name: str) -> bool:
 
 
 def processors_matter(environment: Mapping[str, str]) -> bool:
-    """Whether OpenMP, as it is loaded, looks at the processors that it may use."""
+    """Whether OpenMP, while being loaded, looks at the processors that it may use."""
     return "OMP_NUM_THREADS" not in environment or any(name in environment for name in PLACED)
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies; end at once if it is not `parent` any more."""
+    """Ask the kernel for SIGKILL when the parent dies; end at once if the parent is no longer `parent`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -165,7 +165,7 @@ class Chance:
         return state
 
     def refresh(self) -> None:
-        """In a worker. Python's own `random` seeds itself after every fork."""
+        """Called in a worker. Python's own `random` seeds itself after every fork."""
         if self._seeded.get("random"):
             random.setstate(self._python)
         if not self._seeded.get("numpy", True):
@@ -178,11 +178,11 @@ class Chance:
 
 
 class Ahead:
-    """What was imported ahead of the script, and what those imports saw of the process they happened in."""
+    """What was imported ahead of the script, and what those imports saw of their process."""
 
     def __init__(self) -> None:
         self.asked: set[str] = set()
-        """Variables that Python code asked for."""
+        """Variables that Python code read."""
         self.roots: dict[str, str] = {}
         """Module → the root whose import it brings about."""
         self._also: tuple[str, ...] = ()
@@ -195,7 +195,7 @@ class Ahead:
 
     @contextlib.contextmanager
     def recorded(self, *also: str) -> Iterator[None]:
-        """Around imports. `also`: modules besides ROOTS that are hidden, with what is inside of them."""
+        """Wraps imports. `also`: modules besides ROOTS that are hidden, with what is inside them."""
         self._also = (*self._also, *also)
         kind: Any = type(os.environ)
         theirs = kind.__getitem__
@@ -225,10 +225,10 @@ class Ahead:
                 self._hidden[name] = module
                 self._let_go(name)
         sys.meta_path.insert(0, self)
-        atexit.register(self.show)  # runs before what torch left to be done at exit, which may import it
+        atexit.register(self.show)  # runs before torch's own exit handlers, which may import it
 
     def show(self, *roots: str) -> None:
-        """Modules come back, as an import of one of these roots brings them; all of them without any."""
+        """Bring back the modules that an import of one of these roots brings; without roots, all of them."""
         for name, module in list(self._hidden.items()):
             if not roots or self.roots[name] in roots:
                 del self._hidden[name]
@@ -240,13 +240,13 @@ class Ahead:
             sys.meta_path.remove(self)
 
     def _let_go(self, name: str) -> None:
-        """A package that stays in sight does not have the hidden module for an attribute."""
+        """Remove the hidden module from the attributes of a package that stays in sight."""
         parent, child = self._package_in_sight(name)
         if parent is not None and vars(parent).get(child) is self._hidden[name]:
             delattr(parent, child)
 
     def _package_in_sight(self, name: str) -> tuple[types.ModuleType | None, str]:
-        """The package that is never hidden and that a module belongs to, and what it is called there."""
+        """The package that a module belongs to, if it is never hidden, and the module's name in it."""
         parent, _, child = name.rpartition(".")
         found = sys.modules.get(parent) if parent not in self.roots else None
         return (found if isinstance(found, types.ModuleType) else None), child
@@ -254,7 +254,7 @@ class Ahead:
     def find_spec(
         self, name: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As a finder of Python's; that somebody only asks whether there is such a module changes nothing."""
+        """Python's finder interface; just asking whether there is such a module changes nothing."""
         del path, target
         module = self._hidden.get(name)
         known = getattr(module, "__spec__", None)
@@ -267,21 +267,21 @@ class Ahead:
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """The first import. As a loader of Python's."""
+        """The first import. Python's loader interface."""
         root = self.roots[spec.name]
         if os.getpid() == self._script and spec.name in self._hidden and (why := self._differs(root)):
-            self._start_over(why)  # returns only where that cannot be
+            self._start_over(why)  # returns only if that is not possible
         self.show(*(ROOTS if root in ROOTS[:1] else (root,)))
         module: types.ModuleType = spec.loader_state[0]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """It was executed long ago."""
+        """Nothing to do: it was executed long ago."""
         ours: Any = module.__spec__
         module.__spec__ = ours.loader_state[1]
 
     def _differs(self, root: str) -> str:
-        """What the script has done that would make its import of `root` another one; empty if nothing."""
+        """What the script has done that would change its import of `root`; empty if nothing."""
         now = c_environment()
         changed = sorted(
             name
@@ -293,11 +293,11 @@ class Ahead:
         if changed:
             names, them = ", ".join(changed), "it" if len(changed) == 1 else "them"
             return (
-                f"the script changes {names} before it imports {root}, which reads {them} then. For fast "
+                f"the script changes {names} before it imports {root}, which then reads {them}. For fast "
                 f"restarts set {them} for `holdfast run` itself"
             )
         if os.sched_getaffinity(0) != self._processors and processors_matter(now):
-            return f"the workers are bound to processors before they import {root}, which counts them then"
+            return f"the workers are bound to processors before they import {root}, which then counts them"
         if sys.path != self._path:
             find = importlib.machinery.PathFinder.find_spec
             then, found = find(root, self._path), find(root, sys.path)
@@ -308,10 +308,10 @@ class Ahead:
 
 
 def brought_along(modules: Mapping[str, types.ModuleType], also: Sequence[str] = ()) -> dict[str, str]:
-    """Which of `modules` cannot be imported without one of ROOTS, and which of these that is.
+    """Which of `modules` cannot be imported without one of ROOTS, and which root that is.
 
-    A module that has something of another one among its globals has imported that one. What belongs to one of
-    `also` and needs none of ROOTS is its own root. Python's own modules are never among them.
+    A module that has something from another one among its globals has imported that one. The modules inside
+    one of `also` that need none of ROOTS have that one as their root. Python's own are never included.
     """
     found = {name: name.partition(".")[0] for name in modules if name.partition(".")[0] in ROOTS}
     rest = {
@@ -334,8 +334,8 @@ def brought_along(modules: Mapping[str, types.ModuleType], also: Sequence[str] =
 def _has_of(module: types.ModuleType, root: str, found: Mapping[str, str]) -> bool:
     for key, value in list(vars(module).items()):
         owner = _owner(value)
-        # Any import of a module makes it an attribute of its package. Whether the package has imported it
-        # itself does not show; of ours it is known that they do not.
+        # Any import of a module makes it an attribute of its package. It does not show whether the package
+        # has imported it itself; our own are known not to.
         if owner == f"{module.__name__}.{key}" and owner.startswith("holdfast."):
             continue
         if found.get(owner) == root:
@@ -344,14 +344,14 @@ def _has_of(module: types.ModuleType, root: str, found: Mapping[str, str]) -> bo
 
 
 def _owner(value: object) -> str:
-    """The module that something is, or comes from; only what is known without asking the thing itself."""
+    """The module that a value is, or comes from, as far as is known without running the value's own code."""
     if isinstance(value, types.ModuleType):
         return str(vars(value).get("__name__", ""))
     return str(value.__module__) if isinstance(value, type | types.FunctionType) else ""
 
 
 def c_environment() -> dict[str, str]:
-    """The environment as libraries see it, also what `os.putenv` put there behind Python's back."""
+    """The environment as libraries see it, including what `os.putenv` put there behind Python's back."""
     entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     found: dict[str, str] = {}
     position = 0
@@ -390,23 +390,23 @@ class Worker:
         self.path = ""
 
     def prepare(self) -> None:
-        """Everything but running the script; then wait for the agent's word. Ends the process on a fault."""
+        """Do everything but run the script; then wait for the agent's word. Ends the process on a fault."""
         try:
             self._settle()
             self._set_up_main()
             self._ahead.hide(self._start_over)
             self._line.send(ForkReady(), within=WORD)
             if self._line.receive(WORD) is None:
-                raise TimeoutError(f"the agent did not say within {WORD:g} s that it may run")
+                raise TimeoutError(f"the agent did not let it run within {WORD:g} s")
             self._line.close()
-        except BaseException as error:  # noqa: BLE001 - told, and the agent starts a worker of the other kind
+        except BaseException as error:  # noqa: BLE001 - the agent hears of it, and starts a cold worker
             with contextlib.suppress(OSError):
                 why = sayable(traceback.format_exception_only(error)[-1].strip())
                 self._line.send(Failed(why), within=WORD)
             os._exit(1)
 
     def _settle(self) -> None:
-        """What an exec would have done or left: session, directory, descriptors, signals, environment."""
+        """Set what an exec would have set or kept: session, directory, descriptors, signals, environment."""
         request = self._request
         os.setsid()
         os.umask(request.umask)
@@ -425,7 +425,7 @@ class Worker:
     def _set_signals(self) -> None:
         ignored = set(self._request.ignored)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            with contextlib.suppress(OSError):  # those that the C library keeps for itself
+            with contextlib.suppress(OSError):  # some the C library keeps for itself
                 if number in (signal.SIGPIPE, signal.SIGXFSZ):
                     continue  # Python ignores them whatever it inherits
                 if number in ignored:
@@ -437,7 +437,7 @@ class Worker:
         signal.pthread_sigmask(signal.SIG_SETMASK, set(self._request.blocked))
 
     def _start_over(self, why: str) -> None:
-        """Become a new interpreter, which runs the script from its beginning; returns if that cannot be."""
+        """Become a new interpreter, which runs the script from its beginning; returns if that fails."""
         request = self._request
         if request.note:
             with contextlib.suppress(OSError), open(request.note, "x") as file:  # noqa: PTH123
@@ -495,7 +495,7 @@ class Worker:
 
 
 def _show_command(command: list[str]) -> None:
-    """Let `ps` show the worker's own command line, as far as there is room where this one's stands."""
+    """Let `ps` show the worker's own command line, as far as there is room in place of this process's."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         start, end = proc.place_of_arguments()
         text = b"\0".join(os.fsencode(part) for part in command)[: end - start - 1]

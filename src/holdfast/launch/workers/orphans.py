@@ -1,23 +1,24 @@
 """The workers of one node and whatever they start: ended for certain, even when the agent itself is killed.
 
 A worker's end is observed without reaping it, so its process id stays reserved, and a signal to its process
-group can only reach what the worker started. What left that group is found below the worker while the worker
-lives. After that the kernel gives it to the agent, which has asked to be the reaper of its descendants, so
-every child that the agent did not start comes from a worker. When the agent is gone too, the kernel gives it
-to init, and only its environment tells whose it was: every agent marks its own (`HOLDFAST_AGENT`), every
-descendant inherits the mark, and a keeper process that waits for the agent's end kills whatever carries it.
+group can only reach what the worker started. A process that left that group is found below the worker while
+the worker lives. After that the kernel gives it to the agent, which has asked to be the reaper of its
+descendants, so every child that the agent did not start comes from a worker. When the agent is gone too, the
+kernel gives it to init, and only its environment shows whose it was: every agent marks its own
+(`HOLDFAST_AGENT`), every descendant inherits the mark, and a keeper process that waits for the agent's end
+kills whatever carries it.
 
 Guarantee: only such processes are signalled, each by its id and start time. `Workers.stop` returns within the
 grace plus `KILL_TIMEOUT` whatever they do, give or take a second for each process that hangs in the kernel;
-what SIGKILL does not end is in `left`. (torch's own waits ignore the configured grace: a literal 30 seconds.)
-Within moments of the agent's end nothing that descends from it is alive. The exceptions are a process that
-gave up both its session and its environment, and a checkpoint writer, drain process or peer server of ours:
-it may go on for `outlive` seconds, because it may still commit a snapshot that was staged whole, or a replica
-that is on its way. It is recognised by three things that only its trainer's start of it brings together: the
-mark in its environment, its arguments, and a session of its own. Its children in that session are spared
-with it.
+what SIGKILL does not end is in `left`. (torch's own waits ignore the configured grace: they take a literal 30
+seconds.) Within moments of the agent's end nothing that descends from it is alive. The exceptions are a
+process that gave up both its session and its environment, and a checkpoint writer, drain process or peer
+server of ours: it may go on for `outlive` seconds, because it may still commit a snapshot that was staged
+whole, or a replica that is on its way. It is recognised by three things that come together only when its
+trainer starts it: the mark in its environment, its arguments, and a session of its own. Its children in that
+session are spared with it.
 
-The keeper runs this module as a process of its own: no torch, about 15 MB, a tenth of a second once a launch.
+The keeper runs this module as a process of its own: no torch, about 15 MB, a tenth of a second per launch.
 The agent replaces a keeper that is killed; if both are killed at once, only the kernel's promise about
 workers (process/guard.py) is left.
 """
@@ -45,7 +46,7 @@ MODULES = (
     "holdfast.checkpoint.copies.peer_process",
 )
 PATIENCE = 1.0
-"""Seconds to read what a process was started with: one that hangs in the kernel may not be readable."""
+"""Seconds to read what a process was started with: if it hangs in the kernel, that may not be readable."""
 
 
 class Outliving(NamedTuple):
@@ -55,7 +56,7 @@ class Outliving(NamedTuple):
     module: str
     trainer: int
     until: float
-    """On the monotonic clock; then it is ended."""
+    """When it is ended, on the monotonic clock."""
 
     def __str__(self) -> str:
         what = self.module.rpartition(".")[2].replace("_", " ")
@@ -66,7 +67,7 @@ class Outliving(NamedTuple):
 def recognise(process: Process) -> tuple[str, int] | None:
     """The module and trainer's pid of a process that may outlive its trainer; ("", 0) for any other.
 
-    None if that cannot be known now. A child of such a process, in its session, is what its parent is: it
+    None if that cannot be known now. A child of such a process, in its session, counts as its parent: it
     works for it, on a large image, and ends with it.
     """
     if process.session != process.pid:
@@ -93,28 +94,28 @@ class Orphans:
         self._reaps = False
         self._own: set[tuple[int, int]] = set()
         self._known: dict[tuple[int, int], Outliving | None] = {}
-        """What each process was recognised as, so that it is looked at once; None: nothing special."""
+        """What each process was recognised as, so that it is examined only once; None: nothing special."""
 
     def become_reaper(self) -> bool:
-        """From now on what workers leave behind becomes a child of this process; False if that is refused."""
+        """From now on, what workers leave behind becomes a child of this process; False if refused."""
         self._reaps = proc.become_reaper()
         return self._reaps
 
     def own(self, pid: int) -> None:
-        """This child was started by the agent itself: its end is awaited elsewhere, and it is no stray."""
-        found = proc.read(pid)
-        if found is not None:
-            self._own.add(found.identity)
+        """This child was started by the agent itself: its end is awaited elsewhere, and it is not a stray."""
+        process = proc.read(pid)
+        if process is not None:
+            self._own.add(process.identity)
 
     def below(self, workers: Collection[int]) -> list[Process]:
         """What these workers started, as far as it is still below them."""
         return proc.descendants(workers, proc.everyone())
 
     def clear(self, workers: Collection[int], seen: Iterable[Process] = ()) -> list[Process]:
-        """Kill what these workers started, they themselves and what may outlive them left out.
+        """Kill what these workers started, except the workers themselves and what may outlive them.
 
-        `seen`: what was below them earlier, and may be nobody's by now. Returns what was found alive: to be
-        called until there is nothing. The workers must not be reaped yet, since their ids would be free.
+        `seen`: what was below them earlier, and may be nobody's by now. Returns what was found alive; to be
+        called until that is nothing. The workers must not be reaped yet, since their ids would be free.
         Adopted processes that have ended are reaped.
         """
         everyone = proc.everyone()
@@ -139,9 +140,9 @@ class Orphans:
         return left
 
     def tend(self) -> list[Outliving]:
-        """Those that still outlive their trainers. Ends those whose time is over, and reaps what has ended.
+        """End processes whose time is over, and reap ended ones; returns those that outlive their trainers.
 
-        To be called every now and then, also while no workers run.
+        To be called every now and then, even while no workers run.
         """
         everyone = proc.everyone()
         self._reap(self._adopted(everyone.values()))
@@ -157,8 +158,8 @@ class Orphans:
     def _adopted(self, among: Iterable[Process]) -> list[Process]:
         """Children of this process that it did not start.
 
-        Those it starts without a session of their own are in its session, where no worker's descendant can
-        be: a session can be left, and only a new one be entered.
+        Those that it starts without a session of their own are in its session, where no worker's descendant
+        can be: a process can leave its session, but can only enter a new one.
         """
         me, session = os.getpid(), os.getsid(0)
         return [
@@ -177,7 +178,7 @@ class Orphans:
                     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG)
 
     def _recognised(self, process: Process) -> bool:
-        """Whether it is known what this is. What is not known is not killed, but named as left."""
+        """Whether it is known what this process is. If not, it is not killed, but named as left."""
         if process.identity not in self._known:
             recognised = recognise(process)
             if recognised is None:
@@ -203,9 +204,9 @@ class Left(NamedTuple):
     """None for something that a worker started."""
     name: str
     state: str
-    """As the kernel's letter: mostly D, uninterruptible sleep."""
+    """The kernel's letter: mostly D, uninterruptible sleep."""
     wchan: str
-    """The kernel function that it waits in, if that can be known."""
+    """The kernel function in which it waits, if that can be known."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}, " if self.rank is not None else ""
@@ -231,7 +232,7 @@ class Workers:
         self._ours = True
 
     def ended(self) -> dict[int, int]:
-        """Global rank → exit code as from waitpid, of those that have ended."""
+        """Global rank → exit code as from waitpid, for the workers that have ended."""
         found: dict[int, int] = {}
         for rank, pid in self.pids.items():
             with contextlib.suppress(ChildProcessError):
@@ -245,7 +246,7 @@ class Workers:
     def signal(self, number: int, kill: Collection[int] = ()) -> None:
         """Send a signal to every worker's process group, SIGKILL to those of the ranks in `kill`.
 
-        Safe from any thread, also after `forget`.
+        Safe from any thread, even after `forget`.
         """
         with self._lock:
             if not self._ours:
@@ -260,16 +261,16 @@ class Workers:
     def stop(self, grace: float, at_once: Collection[int] = ()) -> bool:
         """SIGTERM, then SIGKILL after `grace` seconds, to the whole groups. True if all workers are dead.
 
-        Ranks in `at_once` are not asked first: they would take SIGTERM as a request to save, with others that
-        are gone.
+        Ranks in `at_once` are not asked first: they would take SIGTERM as a request to save together with
+        others that are gone.
         """
-        # If orphans cannot be adopted, this is the last time that it is known whose they are.
+        # If orphans cannot be adopted, this is the last moment at which it is known whose they are.
         seen = self._below()
         if len(self.ended()) < len(self.pids):
             self.signal(signal.SIGTERM, at_once)
             self._await_end(grace)
             seen += self._below()
-        # Also when all have ended: what a worker started (loader processes) must not outlive it.
+        # Even when all have ended: what a worker started (loader processes) must not outlive it.
         deadline = time.monotonic() + KILL_TIMEOUT
         self.kill()
         pause = POLL
@@ -291,7 +292,7 @@ class Workers:
         return self._orphans.below(set(self.pids.values())) if self._ours else []
 
     def _clear(self, seen: list[proc.Process]) -> list[proc.Process]:
-        """Kill what workers started outside their groups; what of it was found alive."""
+        """Kill what workers started outside their groups; returns what was found alive."""
         return self._orphans.clear(set(self.pids.values()), seen) if self._ours else []
 
     def _await_end(self, timeout: float) -> bool:
@@ -312,7 +313,7 @@ def _left(pid: int, rank: int | None) -> Left:
     found = proc.read(pid)
     # In a thread: the files of one that hangs in the kernel may make their reader hang as well.
     threads = proc.within(1.0, lambda: proc.threads(pid)) or []
-    # The one that cannot be ended is seldom the main thread, which may have ended.
+    # The thread that cannot be ended is seldom the main thread, which may have ended.
     stuck = next((thread for thread in threads if thread.state == "D"), threads[0] if threads else None)
     return Left(
         pid=pid,
@@ -325,7 +326,7 @@ def _left(pid: int, rank: int | None) -> Left:
 
 SWEEP_PAUSE = 0.05
 SWEEP_LOOK = 1.0
-"""Seconds between two looks at the parent, where the kernel cannot tell of its end."""
+"""Seconds between two looks at the parent, if the kernel cannot report its end."""
 KILL_PATIENCE = 30.0
 """Seconds after which a process that SIGKILL has not ended is left: it hangs in the kernel."""
 REPLACEMENTS = 3
@@ -366,7 +367,7 @@ class OrphanKeeper:
         return self._process.pid
 
     def check(self) -> tuple[int | None, str]:
-        """Replace a keeper that died, a few times. The new one's id, if any, and what to tell people."""
+        """Replace a keeper that died, a few times. Returns the new one's id, if any, and what to say."""
         code = self._process.poll() if self._process is not None else None
         if code is None:
             return None, ""
@@ -381,10 +382,10 @@ class OrphanKeeper:
 
 
 def await_end(pid: int) -> None:
-    """Until our parent, the agent, is gone."""
+    """Wait until our parent, the agent, is gone."""
     fd = -1
     with contextlib.suppress(OSError):
-        fd = os.pidfd_open(pid)  # before the look at the parent: then it stands for the agent
+        fd = os.pidfd_open(pid)  # before the look at the parent, so that it is surely the agent's
     poll = select.poll()
     if fd >= 0:
         poll.register(fd, select.POLLIN)
@@ -393,7 +394,7 @@ def await_end(pid: int) -> None:
 
 
 def end_the_rest(mark: str, outlive: float) -> tuple[int, int]:
-    """Kill what has the mark until nothing is left that can be; how many were killed, how many are left."""
+    """Kill what has the mark until nothing is left to kill; returns how many were killed, and are left."""
     began = time.monotonic()
     killed: set[tuple[int, int]] = set()
     while True:
@@ -412,7 +413,7 @@ def end_the_rest(mark: str, outlive: float) -> tuple[int, int]:
 
 
 def _sort(mark: str) -> tuple[list[Process], list[Process]]:
-    """Processes with the mark: those to be ended at once, and those that may go on for a while."""
+    """Processes with the mark: those to end at once, and those that may go on for a while."""
     mortal, outliving = [], []
     for process in proc.everyone().values():
         if process.ended or process.pid == os.getpid() or not _has(process, mark):
@@ -446,7 +447,7 @@ def main() -> int:
         await_end(agent)
     _remove(scratch)  # a writer that goes on needs none of it, and may take long
     killed, left = end_the_rest(mark, outlive)
-    _remove(scratch)  # what a worker wrote while it was ended
+    _remove(scratch)  # what a worker wrote while it was being ended
     if killed:
         say(f"the launcher is gone; ended {killed} processes that it left")
     if left:

@@ -1,6 +1,6 @@
-"""The agent's side of the preloaded parent: started early, asked for workers, replaced.
+"""The agent's side of the preloaded parent: it is started early, asked for workers, and replaced.
 
-Light: it is started before the agent imports torch itself, so that both imports run side by side.
+Imports little: the parent is started before the agent imports torch itself, so that both import side by side.
 
 Guarantee: `fork` gives all the workers that it was asked for, each a child of this process that dies with it
 and waits for the word to go; or it raises ColdStart and leaves none of them. Every wait has a deadline.
@@ -41,7 +41,7 @@ from holdfast.process import Companion, Gone, Stream, proc
 # Starts the preloaded parent before torch is imported here, from a quick look at the command line.
 #
 # torchrun's own parser needs torch, which takes longer to import than all the rest of a launch. So this only
-# guesses: a wrong guess is noticed when the command line has been read properly, and costs a second parent.
+# guesses: a wrong guess is noticed once the command line has been read properly, and costs a second parent.
 
 
 WITHOUT_VALUE = (
@@ -51,11 +51,11 @@ WITHOUT_VALUE = (
 
 
 ROOM = 14
-"""Threads and processes that a launcher with one worker needs at least, beside its first thread."""
+"""Threads and processes that a launcher with one worker needs at least, besides its first thread."""
 
 
 def insist_on_room() -> None:
-    """NoProcessesError where not even the launcher's own threads can be started: before anything is made."""
+    """Raise NoProcessesError, before anything is made, if not even the launcher's threads can be started."""
     over = threading.Event()
     started: list[threading.Thread] = []
     try:
@@ -73,8 +73,8 @@ def insist_on_room() -> None:
 
 
 def choose_format(argv: Sequence[str]) -> None:
-    """Lines that are written before the command line has been read have the form that it asks for, too; and
-    what the workers inherit is there before their parent is started. Another word is refused by the parser.
+    """Have lines that are written before the command line has been read in the form that it asks for too, and
+    set what the workers inherit before their parent is started. The parser refuses any other word.
     """
     asked = (_split(argv)[0].get("--log-format") or [""])[-1]
     if asked and is_format(asked):
@@ -82,14 +82,14 @@ def choose_format(argv: Sequence[str]) -> None:
 
 
 def start_early(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> PreloadedParent | None:
-    """A parent for the workers of this command line; None if there is to be none, or if it is not clear."""
+    """A parent for the workers of this command line; None if none is wanted, or if that is not clear."""
     preload = guess(argv, dict(os.environ) if environment is None else dict(environment))
     if preload is None:
         return None
     try:
         return PreloadedParent(preload)
     except ColdStart:
-        return None  # tried again, and said, when the workers are about to start
+        return None  # it is tried again, and reported, when the workers are about to start
 
 
 def guess(argv: Sequence[str], environment: dict[str, str]) -> Preload | None:
@@ -131,9 +131,9 @@ IMPORTS = 120.0
 ANSWER = 30.0
 """Seconds for the parent to fork, and for a worker to prepare itself."""
 REPLACEMENTS = 3
-"""Parents that are started in place of others, in one launch."""
+"""How many parents one launch starts to replace others."""
 RUN_PATH = str(Path(__file__).resolve().with_name("run_path.py"))
-"""The script that runs the user's with `--run-path`."""
+"""The script that runs the user's script with `--run-path`."""
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 
@@ -141,7 +141,7 @@ PR_GET_CHILD_SUBREAPER = 37
 class ColdStart(Exception):  # noqa: N818 - not an error
     """Why workers cannot be forked now.
 
-    `lasting`: a new parent would not help. `spoilt`: one would that imports only what it must.
+    `lasting`: a new parent would not help. `spoilt`: one that imports only what it must would.
     """
 
     def __init__(self, reason: str, *, lasting: bool = False, spoilt: bool = False) -> None:
@@ -151,7 +151,7 @@ class ColdStart(Exception):  # noqa: N818 - not an error
 
 
 class Preload(NamedTuple):
-    """What a parent has to be like for the workers of a command."""
+    """What a parent must be like for the workers of a command."""
 
     modules: tuple[str, ...]
     first_path: str
@@ -161,7 +161,7 @@ class Preload(NamedTuple):
     """Whether it imports more while workers run."""
 
     def differs(self, environment: Mapping[str, str]) -> list[str]:
-        """Variables that a worker's environment has otherwise, and that an import may have read."""
+        """Variables that differ in a worker's environment and that an import may have read."""
         names = {*self.environment, *environment}
         return sorted(
             name
@@ -180,24 +180,24 @@ class Script(NamedTuple):
 
     @classmethod
     def of(cls, command: Sequence[str]) -> Script:
-        """Raises ColdStart if it is not one that a forked Python can become."""
+        """Raises ColdStart if the command is not one that a forked Python can become."""
         if not command or command[0] != sys.executable:
             interpreter = command[0] if command else "nothing"
             raise ColdStart(f"the workers are run by {interpreter}, not by {sys.executable}", lasting=True)
         if list(command[1:3]) == ["-u", "-m"] and len(command) > 3:
             return cls(tuple(command), command[3], "", tuple(command[4:]))
         if command[1:2] != ["-u"] or len(command) < 3 or command[2].startswith("-"):
-            raise ColdStart(f"the workers' command is of another form: {' '.join(command)}", lasting=True)
+            raise ColdStart(f"the workers' command has another form: {' '.join(command)}", lasting=True)
         script = command[2]
         if not Path(script).is_file() or script.endswith(".pyc") or zipfile.is_zipfile(script):
-            raise ColdStart(f"{script} is not a file of Python source", lasting=True)
+            raise ColdStart(f"{script} is not a Python source file", lasting=True)
         return cls(tuple(command), "", script, tuple(command[3:]))
 
     @property
     def first_path(self) -> str:
         if self.module:
             return str(Path.cwd())
-        # --run-path: the script proper is an argument, and it is its folder that counts.
+        # --run-path: the real script is an argument, and its folder is what counts.
         script = self.arguments[0] if self.script == RUN_PATH and self.arguments else self.script
         return str(Path(script).resolve().parent)
 
@@ -210,7 +210,7 @@ class Request(NamedTuple):
     stdio: Mapping[int, int]
     """Descriptor in the worker → descriptor here; the others are inherited."""
     processors: Sequence[int] = ()
-    """Those that it is bound to; none means as the parent."""
+    """The processors that it is bound to; none means the same as the parent."""
     note: str = ""
     """The file in which it says, once, why it started over as a new interpreter."""
 
@@ -228,19 +228,19 @@ class PreloadedParent:
             raise ColdStart(f"the preloaded parent cannot be started: {error}") from error
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
-        """As a worker is started, and not as our own children are: that is what it is to become."""
-        told = {
+        """Start it as a worker is started, not as our other children are: a worker is what it becomes."""
+        handover = {
             "socket": descriptor,
             "agent": os.getpid(),
             "first_path": self.preload.first_path,
             "modules": self.preload.modules,
             "later": self.preload.later,
         }
-        # Room for the command line that a worker shows in the place of this one.
+        # Room for the command line that a worker shows in place of this one.
         room = " " * (256 + sum(len(os.fsencode(part)) + 1 for part in sys.argv))
         path = str(Path(__file__).resolve().with_name("preloaded_parent.py"))
         return subprocess.Popen(
-            [sys.executable, "-u", path, json.dumps(told), room],
+            [sys.executable, "-u", path, json.dumps(handover), room],
             env=dict(self.preload.environment),
             pass_fds=[descriptor],
             start_new_session=True,  # the terminal's signals are for the agent
@@ -251,7 +251,7 @@ class PreloadedParent:
         return self._child.pid
 
     def wait(self) -> None:
-        """Until it has imported everything, or raise ColdStart."""
+        """Wait until it has imported everything, or raise ColdStart."""
         if self._ready:
             return
         answer = self._answer(self._deadline - time.monotonic(), "had not finished its imports")
@@ -260,7 +260,7 @@ class PreloadedParent:
         self._ready = True
 
     def fork(self, requests: Mapping[int, Request]) -> Forked:
-        """A prepared worker for each request, none of which runs before `Forked.go`; or ColdStart."""
+        """A prepared worker for each request, none of which runs before `Forked.go`; or raises ColdStart."""
         self.wait()
         for request in requests.values():
             if names := self.preload.differs(request.environment):
@@ -326,7 +326,7 @@ class PreloadedParent:
         return f"the preloaded parent ended {how}"
 
     def ended(self) -> str:
-        """How it ended; empty while it lives."""
+        """How it ended; empty while it is alive."""
         return self._end_of_parent() if self._child.code is not None else ""
 
     def close(self) -> None:
@@ -335,14 +335,14 @@ class PreloadedParent:
 
 
 class Forked:
-    """Prepared workers, by local rank. They run after `go`, and end if this process ends before."""
+    """Prepared workers, by local rank. They run after `go`, and end if this process ends before that."""
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self._lines: dict[int, Stream[FromWorker]] = {}
 
     def connect(self, rank: int) -> socket.socket:
-        """The other end, for the worker."""
+        """Returns the other end of the line, for the worker."""
         self._lines[rank], theirs = Stream[FromWorker].pair(FromWorker)
         return theirs
 
@@ -357,7 +357,7 @@ class Forked:
                 raise ColdStart(f"the forked worker {rank} could not be prepared: {received[0].why}")
 
     def go(self) -> None:
-        """Let them run. One that is gone by now is seen as any worker that ended."""
+        """Let them run. A worker that is gone by now is treated like any worker that ended."""
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.send(Go(), within=ANSWER)
@@ -365,12 +365,12 @@ class Forked:
         self._lines = {}
 
     def end(self) -> None:
-        """None of them may be left."""
+        """End them: none may be left."""
         for line in self._lines.values():
             line.close()
         deadline = time.monotonic() + ANSWER
         for pid in self.pids.values():
-            with contextlib.suppress(ChildProcessError):  # not ours (any more): its id may be another's
+            with contextlib.suppress(ChildProcessError):  # not our child (any more): its id may be another's
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 os.kill(pid, signal.SIGKILL)
                 while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:

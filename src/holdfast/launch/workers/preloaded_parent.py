@@ -6,9 +6,9 @@ subreaper, becomes its parent; it prepares itself (launch/workers/forked_worker.
 waits for its word.
 
 Guarantees: nothing of a worker's script runs before the agent has said so. This process dies with its agent,
-and so does a worker, at every moment of its start: before it is adopted because its connection to the agent
+and so does a worker, at every moment of its start: before its adoption because its connection to the agent
 closes, afterwards by the kernel (PR_SET_PDEATHSIG). A fork is refused when this process is not known to be
-safe to copy: more than one thread, a device in use, or a file that changed since it was imported.
+safe to copy: if it has more than one thread or a device in use, or a file has changed since it was imported.
 """
 # ruff: noqa: E402 - the path has to be put right before anything else is imported
 
@@ -47,11 +47,11 @@ from holdfast.process import Gone, Stream, proc
 from holdfast.train import write_error_file
 
 TAKEN = 30.0
-"""Seconds for one message to or from the agent; each has room at once."""
+"""Seconds for one message to or from the agent, which should take no time: there is room for it."""
 ADOPTION = 30.0
 """Seconds for a worker to become the agent's child."""
 QUIET = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that may be sent to all processes of a job; this one ends when its connection does."""
+"""Signals that may be sent to all processes of a job; this process ends when its connection does."""
 LATER = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -62,10 +62,10 @@ LATER = (
     "torch.utils.data",
     "holdfast.run",
 )
-"""What scripts that use holdfast.Run, DCP or FSDP import besides. They are for the next start, and imported
+"""What scripts that use holdfast.Run, DCP or FSDP import as well. These are for the next start, and imported
 while the first workers run, one at a time, so that a request waits for at most one of them."""
 LULL = 3.0
-"""Seconds without a request before that: workers that have just started need the processors more."""
+"""Seconds without a request before these imports: workers that have just started need the processors more."""
 
 
 class Refusal(Exception):  # noqa: N818 - not an error of this process
@@ -83,10 +83,10 @@ class Parent:
         self._chance = Chance()
         self._ahead = Ahead()
         self._spoilt = False
-        """Whether it was one of LATER that made forks unsafe."""
+        """Whether one of LATER made forks unsafe."""
 
     def load(self, modules: Sequence[str]) -> None:
-        """Import torch, and what the user named; the first failure is told, and ends this process."""
+        """Import torch, and what the user named; the first failure is reported, and ends this process."""
         with self._ahead.recorded():
             for name in (*ROOTS, "torch.distributed"):
                 with contextlib.suppress(Exception):  # if the script needs it, it fails there, as it should
@@ -96,7 +96,7 @@ class Parent:
             with self._ahead.recorded(name):
                 try:
                     importlib.import_module(name)
-                except BaseException as error:  # also what it raises to end a process
+                except BaseException as error:  # even what it raises to end a process
                     what = traceback.format_exception_only(error)[-1].strip()
                     raise Refusal(f"the import of --preload {name} failed: {what}") from error
         self._chance.compare()
@@ -131,7 +131,7 @@ class Parent:
             except Gone:
                 os._exit(0)
             if received is None:
-                continue  # the agent was stopped half-way through
+                continue  # the agent was stopped half-way through a message
             request, descriptors = received
             try:
                 worker = self._fork(request, descriptors)
@@ -166,7 +166,7 @@ class Parent:
 
     def _fork(self, request: Fork, descriptors: list[int]) -> Worker | None:
         self.check()
-        ctypes.CDLL(None).fflush(None)  # what C code printed so far is printed once
+        ctypes.CDLL(None).fflush(None)  # so that what C code has printed is not printed twice
         reader, writer = os.pipe()
         try:
             middle = os.fork()
@@ -259,7 +259,7 @@ def _main() -> Worker:
         parent.check()
     except Refusal as refusal:
         line.send(ForkRefused(sayable(str(refusal))), within=TAKEN)
-        os._exit(0)  # what the imports left to be done at exit is not ours to do
+        os._exit(0)  # without the exit handlers of what was imported
     line.send(ForkReady(), within=TAKEN)
     worker = parent.serve(LATER if told["later"] else ())
     worker.prepare()
@@ -268,8 +268,8 @@ def _main() -> Worker:
 
 if __name__ == "__main__":
     _worker = _main()
-    # Here, and not in a function, so that only this one frame lies below the script's. A bare `raise` does
-    # not add it to the traceback again: what is printed starts with the script, as always.
+    # Here, not in a function, so that only this one frame lies below the script's. A bare `raise` does not
+    # add it to the traceback again: what is printed starts with the script, as always.
     try:
         if _worker.module:
             import runpy
@@ -281,7 +281,7 @@ if __name__ == "__main__":
                 vars(sys.modules["__main__"]),
             )
     except BaseException as _error:
-        if isinstance(_error, Exception):  # also one from before there is a Run, which would write it
+        if isinstance(_error, Exception):  # even one from before there is a Run, which would write the file
             write_error_file(_error)
         if _error.__traceback__ is not None:
             _error.__traceback__ = _error.__traceback__.tb_next

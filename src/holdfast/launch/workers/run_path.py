@@ -1,13 +1,13 @@
-"""`--run-path`: runs a script with `runpy.run_path`; if it raises, an error file is left, as by torchrun.
+"""`--run-path`: runs a script with `runpy.run_path`; if it raises, leaves an error file, as torchrun does.
 
 Guarantee: nothing in this package's folder hides a module of the script's. The script's own folder comes
-first on the path, as `python script` has it.
+first on the path, as with `python script`.
 """
 
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this file's folder; in a forked worker the script's, which is put back below
+    del sys.path[0]  # this file's folder; in a forked worker it is the script's, which is put back below
 
 import os
 import runpy

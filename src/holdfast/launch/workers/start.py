@@ -1,20 +1,20 @@
 """Starts the workers of an attempt on this node, forked from the preloaded parent or cold, and shows output.
 
 torch's agent computes ranks, environments and arguments and would then call `start_processes`;
-`Starter.start` takes that call's place. Workers are forked only when that is known to be as good as a cold
-start; otherwise they start cold, and the reason is said once. Guarantee: either all workers of an attempt are
+`Starter.start` replaces that call. Workers are forked only when that is known to be as good as a cold start;
+otherwise they start cold, and the reason is given once. Guarantee: either all workers of an attempt are
 forked or all start cold, and each is a child of this process that leads a session and a process group of its
 own and dies with this process. A forked worker whose script turns out to need a new interpreter becomes one
 by itself; the attempts after that start cold.
 
-Directories and files of logs are laid out by torch's own LogsSpecs and tailed by its own TailLog. A standard
-error that goes to no such file is caught in memory and handed on from there, so that the last lines of a rank
-that aborts without an error file are known. A terminal is not caught: whoever sits there sees it, and
-programs write differently to a terminal. Guarantee: a worker that writes is never held up and never fails
-because of this, whatever becomes of this process or of the reader of its output, because it writes to a file
-in memory. What it wrote is handed on whole and in order, together with standard output where both go to the
-same place. Only what nobody takes for long is left out, and that is said: at most `MOST_WAITING` of a rank is
-kept. Memory of what was handed on is given back.
+Log directories and files are laid out by torch's own LogsSpecs and tailed by its own TailLog. Standard error
+that goes to no such file is caught in memory and passed on from there, so that the last lines of a rank that
+aborts without an error file are known. Standard error on a terminal is not caught: whoever sits there sees
+it, and programs write differently to a terminal. Guarantee: a worker that writes is never held up and never
+fails because of this, whatever becomes of this process or of the reader of its output, because it writes to a
+file in memory. What it wrote is passed on whole and in order, together with standard output if both go to the
+same place. Output is left out only if nobody takes it for a long time, and that is reported: at most
+`MOST_WAITING` bytes of each rank are kept. The memory of what was passed on is freed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def unshared_store() -> Iterator[None]:
     """Keep torch's rendezvous from sharing its store with the workers, which have one of their own here.
 
     With sharing (torch 2.13), a node caches the address of the first round and does not publish it again, so
-    that a node which joins later waits for it in vain. The variable must not reach the workers.
+    a node that joins later waits for it in vain. The variable must not reach the workers.
     """
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     before = os.environ.get(name)
@@ -91,7 +91,7 @@ def launch_store(store: Any, spec: WorkerSpec) -> Any:
 
 
 LATE = 2
-"""Attempts before the present one of which it is still shown what their processes write that were left."""
+"""For how many attempts before the present one the output of processes that they left is still shown."""
 REAP = 10.0
 """Seconds for killed workers to be reaped."""
 
@@ -109,11 +109,11 @@ class StartedWorkers:
         self._logs = logs
 
     def pids(self) -> dict[int, int]:
-        """By local rank."""
+        """The process ids by local rank."""
         return dict(self._pids)
 
     def last_lines(self, local_rank: int) -> str:
-        """What a worker wrote last to its standard error, as far as that is caught."""
+        """What a worker last wrote to its standard error, as far as that is caught."""
         return self._logs.last_lines(local_rank)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = REAP) -> None:
@@ -156,7 +156,7 @@ class Starter:
     ) -> None:
         """`parent`: one that was started ahead of time; used if it fits what the workers turn out to need.
 
-        `notes`: a directory for what workers say of their start.
+        `notes`: a directory for what workers say about their start.
         """
         self._modules = tuple(modules)
         self._parent = parent
@@ -172,20 +172,20 @@ class Starter:
 
     @property
     def parent_pid(self) -> int | None:
-        """A child of this process that is no worker and no orphan."""
+        """The pid of a child of this process that is neither a worker nor an orphan."""
         return self._parent.pid if self._parent is not None else None
 
     # -- the parent -----------------------------------------------------------------------------------------
 
     def expect(self, command: Sequence[str], *, numa: bool = False) -> None:
-        """Workers will run this command with this process's environment: have a parent that fits."""
+        """Workers will run this command with this process's environment: get a parent that fits."""
         if not self._enabled:
             return
         try:
             if numa and processors_matter(os.environ):
                 raise ColdStart(
                     "workers are bound to NUMA nodes, and OMP_NUM_THREADS is not set: torch counts the "
-                    "processors as it is imported",
+                    "processors while it is imported",
                     lasting=True,
                 )
             script = Script.of(command)
@@ -201,7 +201,7 @@ class Starter:
             self._go_cold(cold)
 
     def prepare(self) -> None:
-        """Wait until the parent has imported; what goes wrong is said and makes the next start cold."""
+        """Wait until the parent has imported; a failure is reported and makes the next start cold."""
         self._read_note()
         if self._parent is not None:
             try:
@@ -216,7 +216,7 @@ class Starter:
             self._drop()
             self._have_parent()
             if self._parent is not None:
-                self._say_once(f"{how}; another one gets ready for the next restart")
+                self._say_once(f"{how}; another one is getting ready for the next restart")
 
     def close(self) -> None:
         self._drop()
@@ -227,7 +227,7 @@ class Starter:
             self._outputs.pop(0).finish()
 
     def _read_note(self) -> None:
-        """A worker has found that its script needs a new interpreter: then all of them do."""
+        """If a worker has found that its script needs a new interpreter, all of them do."""
         if self._enabled and self._note is not None and self._note.exists():
             self._go_cold(ColdStart(self._note.read_text() or "a worker had to start over", lasting=True))
 
@@ -250,7 +250,7 @@ class Starter:
             self._enabled = False
         if cold.spoilt and self._preload is not None:
             self._preload = self._preload._replace(later=False)
-        self._say_once(f"workers start cold (slower, and otherwise the same): {cold}")
+        self._say_once(f"workers start cold (slower, but otherwise the same): {cold}")
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
@@ -288,7 +288,7 @@ class Starter:
         duplicate_stderr_filters: Sequence[str] | None = None,
         **others: Any,
     ) -> StartedWorkers:
-        """As torch's start_processes, whose parameters these are."""
+        """Like torch's start_processes, whose parameters these are."""
         del others  # how to start a function: there is none
         destinations = logs_specs.reify(envs)
         logs = Logs(name, destinations, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
@@ -313,7 +313,7 @@ class Starter:
         logs: Logs,
         numa_options: Any,
     ) -> StartedWorkers | None:
-        """None: they have to start cold."""
+        """None if they have to start cold."""
         if self._parent is None:
             return None
         requests, here = {}, devices_here() if numa_options is not None else []
@@ -339,14 +339,14 @@ class Starter:
 
 
 def _shared(environment: Mapping[str, str]) -> dict[str, str]:
-    """What all workers have of one worker's environment; what is its own comes from this process."""
+    """What all workers share of one worker's environment; the rest comes from this process."""
     own = {name for name in environment if may_differ(name)}
     rest = {name: value for name, value in environment.items() if name not in own}
     return {**{name: os.environ[name] for name in own if name in os.environ}, **rest}
 
 
 class _Handler(SubprocessHandler):
-    """torch's, with descriptors that are open already in place of files that it opens."""
+    """torch's handler, with descriptors that are already open instead of files that it opens."""
 
     def __init__(self, streams: Mapping[int, int], **others: Any) -> None:
         self._streams = streams
@@ -358,14 +358,14 @@ class _Handler(SubprocessHandler):
 
 
 def _processors(index: int, numa_options: Any) -> list[int]:
-    """Those near this device, to which torch would have `numactl` bind its worker; none if not asked for."""
+    """The processors near this device, to which torch would have `numactl` bind its worker, if asked to."""
     if numa_options is None:
         return []
     try:
         found = processors_near(index, numa_options)
     except AttributeError as error:
         raise ColdStart("this torch binds workers to NUMA nodes in a way of its own", lasting=True) from error
-    except Exception as error:  # whatever torch's own start makes of it, it is told there
+    except Exception as error:  # a cold start by torch's own code reports whatever is wrong
         raise ColdStart(f"the processors near device {index} are not known: {error}") from error
     if not found:
         raise ColdStart(f"there are no processors near device {index}")
@@ -387,7 +387,7 @@ def _start_cold(
                 env=envs[rank],
                 stdout=None,
                 stderr=None,
-                # Used for the choice of processors only; they are to be near the device that the rank has.
+                # Used only to choose the processors, which should be near the rank's device.
                 local_rank_id=index_of(envs[rank], here, rank),
                 numa_options=numa_options,
             )
@@ -403,20 +403,20 @@ def _start_cold(
 LAST = 16 * 1024
 """Bytes of a rank's standard error that are kept: an abort writes its stack after what it has to say."""
 MOST_WAITING = 64 * 1024 * 1024
-"""Bytes of a rank that may wait for whoever reads our standard error."""
+"""Bytes of a rank's output that may wait for the reader of our standard error."""
 PAUSE = 0.05
 """Seconds between two looks at what was written."""
 PARTING = 5.0
-"""Seconds at the end for whoever reads our standard error to take some more of what is left."""
+"""Seconds at the end for the reader of our standard error to take some more of what is left."""
 AT_ONCE = 4096
 """Bytes that a pipe takes without blocking if it takes any."""
 FREED = 1024 * 1024
-"""Bytes that are given back at a time."""
+"""Bytes that are freed at a time."""
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, which wants FALLOC_FL_KEEP_SIZE
 
 
 class Logs:
-    """Where the output of an attempt's workers goes, and what is shown of it here."""
+    """Where the output of an attempt's workers goes, and which part of it is shown here."""
 
     def __init__(
         self,
@@ -470,7 +470,7 @@ class Logs:
                 self._caught[local_rank] = caught
                 found[2] = caught.fd
                 if 1 not in found and caught.shown and _same_place(1, 2):
-                    found[1] = caught.fd  # in one order with the other
+                    found[1] = caught.fd  # in order with standard error
         return found
 
     def last_lines(self, local_rank: int) -> str:
@@ -499,7 +499,7 @@ class Logs:
             self._closing.clear()
             thread = threading.Thread(target=self._hand_on, name="holdfast-output", daemon=True)
             thread.start()
-            self._thread = thread  # not before: what did not start cannot be waited for
+            self._thread = thread  # not before: a thread that did not start cannot be joined
 
     def _hand_on(self) -> None:
         while not self._closing.wait(PAUSE):
@@ -507,12 +507,12 @@ class Logs:
                 self._await_reader()
 
     def _hand_on_all(self) -> bool:
-        """Whether some is left of any of them."""
+        """Pass on what can be; returns whether anything is left of any of them."""
         left = [caught.hand_on() for caught in self._caught.values()]
         return any(left)
 
     def _await_reader(self) -> None:
-        """Until whoever reads our standard error takes more, for a moment at most."""
+        """Wait, for a moment at most, until the reader of our standard error takes more."""
         next(caught for caught in self._caught.values() if caught.shown).await_reader(PAUSE)
 
     def _pause(self) -> None:
@@ -522,9 +522,9 @@ class Logs:
             self._thread = None
 
     def close(self) -> None:
-        """The workers are gone: show what is left of theirs, as long as somebody takes it.
+        """The workers are gone: show what is left of their output, as long as somebody takes it.
 
-        What they left running (a writer that finishes a save) is shown further, until `finish`.
+        The output of what they left running (a writer that finishes a save) is shown until `finish`.
         """
         for tail in self._tails:
             tail.stop()
@@ -537,11 +537,11 @@ class Logs:
             if done != before:
                 before, deadline = done, time.monotonic() + PARTING
             self._await_reader()
-        with contextlib.suppress(RuntimeError):  # no room for a thread: what they left is shown at the end
+        with contextlib.suppress(RuntimeError):  # no room for a thread: the rest is shown at the end
             self._begin()
 
     def finish(self) -> None:
-        """Nothing more is shown. Again: nothing."""
+        """Show nothing more. A second call does nothing."""
         self._pause()
         for caught in self._caught.values():
             caught.hand_on()
@@ -554,26 +554,26 @@ def _any_of(needles: Sequence[str]) -> Callable[[str], bool]:
 
 
 class _Caught:
-    """What one worker writes, in memory, on its way to our own standard error."""
+    """What one worker writes, held in memory on its way to our own standard error."""
 
     def __init__(self, local_rank: int, fd: int, sink: int | None) -> None:
-        """`sink`: where it is handed on to; None for nowhere."""
+        """`sink`: where it is passed on to; None for nowhere."""
         self.fd = fd
         self.shown = sink is not None
         self._rank = local_rank
         self._sink = sink
         self.done = 0
-        """Bytes that were handed on, or left out."""
+        """Bytes that were passed on, or left out."""
         self._freed = self._omitted = 0
         self._last = b""
 
     def hand_on(self) -> bool:
-        """Write on what can be written without waiting. True if some is left."""
+        """Pass on what can be written without waiting. True if some is left."""
         if self.fd < 0:
             return False
         size = os.fstat(self.fd).st_size
         if size < self.done:
-            self.done = self._freed = 0  # somebody opened it anew, to begin with nothing
+            self.done = self._freed = 0  # somebody reopened and emptied it
         if self._sink is None:
             self.done = size
         while self.done < size and _takes(self._sink):
@@ -594,7 +594,7 @@ class _Caught:
         _takes(self._sink, timeout)
 
     def _write(self, data: bytes) -> int:
-        """How much of it is dealt with: all, if nobody will ever take it."""
+        """Returns how much of it is dealt with: all of it if nobody will ever take it."""
         try:
             return os.write(self._sink, data) if self._sink is not None else len(data)
         except BlockingIOError:
@@ -607,14 +607,14 @@ class _Caught:
         self._omitted += count
 
     def _tell_omitted(self) -> None:
-        """As soon as somebody takes something again, and where it is missing."""
+        """Say what was left out, as soon as somebody takes output again, and where it is missing."""
         if self._omitted:
             count, self._omitted = self._omitted, 0
             told = f"{count} bytes that local rank {self._rank} wrote are left out: nobody took them"
             self._write(f"\nholdfast: {told}\n".encode())
 
     def _free(self) -> None:
-        """Give back what was handed on, but for the last of it."""
+        """Free the memory of what was passed on, except for the last of it."""
         end = (self.done - LAST) // FREED * FREED
         if end > self._freed:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -629,7 +629,7 @@ class _Caught:
         return os.pread(self.fd, LAST, max(0, size - LAST))
 
     def close(self) -> None:
-        """Workers that were left keep the file itself. Again: nothing."""
+        """Let go of the file, which workers that were left keep. A second call does nothing."""
         if self.fd < 0:
             return
         self._last = self.last()
@@ -640,10 +640,10 @@ class _Caught:
 
 
 def _catch(local_rank: int, *, show: bool) -> _Caught | None:
-    """None where it would do harm, or cannot be done."""
+    """Catch a worker's standard error; None if that would do harm, or cannot be done."""
     try:
         limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-        if (show and os.isatty(2)) or limited:  # the file grows, though what was handed on takes no memory
+        if (show and os.isatty(2)) or limited:  # the file grows, though what was passed on takes no memory
             return None
         sink = os.dup(2) if show else None
     except OSError:  # there is no standard error
@@ -666,7 +666,7 @@ def _same_place(one: int, other: int) -> bool:
 
 
 def _takes(sink: int | None, timeout: float = 0.0) -> bool:
-    """Whether some bytes may be written without waiting, within so long; also if that would fail at once."""
+    """Whether, within the timeout, bytes can be written without waiting, or writing would fail at once."""
     if sink is None:
         return False
     poll = select.poll()

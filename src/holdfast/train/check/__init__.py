@@ -1,6 +1,6 @@
 """Whether a step's result may be used: checks, agreement, re-running, rejecting, and the corruption watch.
 
-For losses, gradients, scalers and user's checks, on all ranks together, before an optimizer uses the
+For losses, gradients, scalers and the user's checks, on all ranks together, before an optimizer uses the
 result.
 Promises: a step that is not finite reaches no optimizer on any rank; a re-run leaves no trace.
 Never: a verdict from one bad result alone; a cost that the settings did not ask for.

@@ -1,7 +1,7 @@
 """The checks on one rank's own result, at once or deferred, and what the ranks agree on in a step.
 
 Guarantee: `look` waits for a device at most once, however many tensors there are, unless something is wrong;
-nothing in it is a collective; no check that a user added can end the run by failing.
+it makes no collective call; no check that a user added can end the run by failing.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from holdfast.train.check.gradients import Gradients
 # What the ranks have to agree on in a step, in one small exchange.
 #
 # Guarantee: every rank gets the same answer, the gravest that any rank gave, and only for the same call of
-# the same step: ranks that are elsewhere are told so, instead of being paired up wrongly. A rank that is
-# alone exchanges nothing. The exchange runs over the group that Holdfast made for itself; its deadline is
-# that group's own, and a rank that is gone ends it at once.
+# the same step: ranks that are elsewhere get an error, instead of being paired up wrongly. A single rank
+# exchanges nothing. The exchange runs over the group that Holdfast made for itself; its deadline is that
+# group's own, and a rank that is gone ends it at once.
 
 
 _CALLS = 1 << 20
-"""More calls than a step has."""
+"""More calls than any step has."""
 
 
 class Severity(IntEnum):
     FINE = 0
     ODD = 1
-    """Finite, and yet rejected by some check: a spike, an outlier, a check of the user's own."""
+    """Finite, yet rejected by some check: a spike, an outlier, a check of the user's own."""
     NONFINITE = 2
 
 
@@ -55,13 +55,13 @@ class AgreedResult(NamedTuple):
     breach: bool = False
     """What was loaded does not go on from where it was."""
     heard: bool = False
-    """A result was a single number, so its loss was looked at."""
+    """A result was a single number, so it was looked at as a loss."""
     bad: int = 0
-    """Of steps that are complete: how many were found not to be finite, at most on one rank."""
+    """How many completed steps were found not to be finite: the most on any one rank."""
     still: Severity = Severity.FINE
-    """And what the last one was."""
+    """And how bad the last one was."""
     pending: bool = False
-    """Of some of them a device has not told yet."""
+    """For some of them a device has not answered yet."""
     forgot: bool = False
     """A part of the training is not tracked."""
     scales: bool = False
@@ -69,7 +69,7 @@ class AgreedResult(NamedTuple):
 
 
 class Agreement:
-    """One for an attempt; the few numbers that are exchanged are always in the same memory."""
+    """One per attempt; the few numbers that are exchanged are always in the same memory."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -77,7 +77,7 @@ class Agreement:
         self.exchanges = 0
 
     def agree(self, own: AgreedResult, step: int, call: int, *, again: bool = False) -> AgreedResult:
-        """`again`: about the same call, which was made for a second time."""
+        """`again`: this is about the same call, made for a second time."""
         if self._group.process_group is None:
             return own
         at = step * _CALLS + 2 * call + again
@@ -102,7 +102,7 @@ class Agreement:
         return self._group.world_size
 
     def worst(self, own: float, known: float) -> tuple[float, int]:
-        """The largest value of all ranks, and, where that is more than `known`, the first rank that has it.
+        """The largest value of all ranks, and, if that is more than `known`, the first rank that has it.
 
         `known` is the same on all ranks, and so is the answer.
         """
@@ -129,7 +129,7 @@ class StepLook(msgspec.Struct, kw_only=True):
     loss: float | None = None
     """None if the result is not a single number."""
     reasons: list[str] = []
-    """Why the result is rejected, on this rank's own loss and gradients; empty if it is not."""
+    """Why the result is rejected, by this rank's own loss and gradients; empty if it is not."""
     finite: bool = True
     """False if a NaN or an infinity is among the reasons."""
 
@@ -152,7 +152,7 @@ class Checks:
         self._failed: set[str] = set()
 
     def add(self, name: str, check: Check) -> None:
-        """A check of the user's own: given the loss, True or a text rejects the step."""
+        """Add a check of the user's own: it is given the loss, and rejects the step by True or a text."""
         if name in self._own:
             raise UsageError(f"add_check({name!r}): there is a check of that name already")
         self._own[name] = check
@@ -181,7 +181,7 @@ class Checks:
             reasons += judge(loss, self._rules, self._seen)
             finite = not (reasons and not_finite(loss))
         if sounding is not None and not math.isfinite(sounding):
-            # What huge gradients are summed up to overflows although each of them is a number.
+            # A sum over huge gradients overflows although each of them is finite.
             bad = self.gradients().bad() if exact else ["the gradients hold a NaN or an infinity"]
             finite = finite and not bad
             reasons += bad
@@ -190,12 +190,12 @@ class Checks:
         return StepLook(loss=loss, reasons=reasons, finite=finite)
 
     def accepted(self, look: StepLook) -> None:
-        """The step was accepted: its loss is part of what later ones are compared with."""
+        """The step was accepted: later losses are compared with its loss, too."""
         if self._rules.compares and look.loss is not None:
             self._seen.add(look.loss)
 
     def looks_at_gradients(self) -> bool:
-        """With a gradient scaler that is on, infinities in the scaled gradients are its own matter."""
+        """With a gradient scaler that is on, infinities in the scaled gradients are left to it."""
         if self._scalers is None:
             self._scalers = self._tracked.scalers()
         return self._check_gradients and not (
@@ -208,7 +208,7 @@ class Checks:
         return self._gradients
 
     def begin_from(self, losses: Iterable[float | None]) -> None:
-        """Losses before a checkpoint, from its manifest; used where it holds none of the checks' own."""
+        """Losses before a checkpoint, from its manifest; used if it holds none of the checks' own."""
         if self._rules.compares and not self._seen.count:
             self._seen.add_all(losses)
 
@@ -241,10 +241,10 @@ class Checks:
 
 
 def single_number(loss: Any) -> float | torch.Tensor | None:
-    """A result as a loss, where it is one number; still on its device."""
+    """A result as a loss, if it is one number; still on its device."""
     if isinstance(loss, torch.Tensor):
         if type(loss) is not torch.Tensor and hasattr(loss, "full_tensor"):
-            # Reading it is a collective, and that is not for a check to start.
+            # Reading it is a collective, which a check must not start.
             raise UsageError(
                 "the loss is a DTensor; return its .full_tensor(), or its local part, on every rank"
             )
@@ -259,7 +259,7 @@ def single_number(loss: Any) -> float | torch.Tensor | None:
 def read_together(
     loss: float | torch.Tensor | None, parts: list[torch.Tensor | float]
 ) -> tuple[float | None, float | None]:
-    """A loss, and one number of several, read in one go: the norm of norms, finite only if all are."""
+    """A loss, and one number for several, read in one go: the norm of norms, finite only if all are."""
     known = [part for part in parts if not isinstance(part, torch.Tensor)]
     if len(known) == len(parts) and not isinstance(loss, torch.Tensor):
         return loss, math.hypot(*known) if known else None
@@ -279,16 +279,17 @@ def _gathered(values: list[torch.Tensor]) -> torch.Tensor:
 # Checks whose results are read some steps later, so that no step waits for the device.
 #
 # Guarantee: `note` and `bad` never make the host wait for a device, unless the device is `DEPTH` steps
-# behind. Every noted step is judged exactly once, in order, by the same rules as at once; `settle` judges all
-# that are left. A bad step was used by the optimizer by then: it can be rolled back, not re-run or dropped.
+# behind. Every noted step is judged exactly once, in order, by the same rules as an immediate check; `settle`
+# judges all that are left. By then the optimizer has used a bad step: it can be rolled back, but not re-run
+# or dropped.
 #
 # For each step the loss and a sounding of the gradients are computed on the device, put into a small ring
 # there, copied to page-locked memory on the same stream, and marked by an event. Ring, memory and events are
-# made once. Where nothing is on a CUDA device a step is judged at once.
+# made once. If nothing is on a CUDA device, a step is judged at once.
 
 
 DEPTH = 64
-"""Steps that the host may be ahead of the device before it waits."""
+"""How many steps the host may be ahead of the device before it waits."""
 HOST = torch.device("cpu")
 LOSS, SOUNDING = 0, 1
 COLUMNS = 2
@@ -301,7 +302,7 @@ class Ring:
         self.device = device
         self._there = torch.zeros(DEPTH, COLUMNS, dtype=torch.float64, device=device)
         # Memory of our own, because torch ends the process when it frees its page-locked memory after the
-        # device has failed: a script whose kernel asserts is to end with its own error.
+        # device has failed, and a script whose kernel asserts should end with its own error.
         memory = mmap.mmap(-1, self._there.nbytes)
         self._here = torch.frombuffer(memory, dtype=torch.float64).view(DEPTH, COLUMNS)
         self._rows = [(self._there[at], self._here[at]) for at in range(DEPTH)]
@@ -332,7 +333,7 @@ class Ring:
 
 
 def _unlock(pinned: Pinned, events: list[torch.cuda.Event]) -> None:
-    """Once nothing is on its way there any more; on a device that has failed nothing is."""
+    """Unlock the memory once nothing is on its way there; on a device that has failed, nothing is."""
     with contextlib.suppress(RuntimeError):
         for event in events:
             event.synchronize()
@@ -340,7 +341,7 @@ def _unlock(pinned: Pinned, events: list[torch.cuda.Event]) -> None:
 
 
 class Deferred:
-    """One for a rank. Not for several threads."""
+    """One per rank. Not for several threads."""
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
@@ -350,11 +351,11 @@ class Deferred:
         self._next = 0
         self._found: list[tuple[int, StepLook]] = []
         self.last = StepLook()
-        """What the last step that is known showed."""
+        """What the last step whose result is known showed."""
 
     @torch.no_grad()
     def note(self, step: int, loss: Any, *, gradients: bool = True) -> None:
-        """The step's loss and gradients are as they are now; look at them later."""
+        """Note the step's loss and gradients as they are now, to look at them later."""
         held = single_number(loss)
         wanted = gradients and self._checks.looks_at_gradients()
         soundings = self._checks.gradients().soundings() if wanted else []
@@ -372,24 +373,24 @@ class Deferred:
         self._next = (self._next + 1) % DEPTH
 
     def ring_for(self, device: torch.device) -> Ring | None:
-        """What defers reading from a device; None where there is nothing to wait for."""
+        """What defers reading from a device; None if there is nothing to wait for."""
         return Ring(device) if device.type == "cuda" else None
 
     def bad(self) -> list[tuple[int, StepLook]]:
-        """The bad steps that are known by now and were not told yet, in order. Waits for nothing."""
+        """The bad steps that are known by now but were not yet returned, in order. Waits for nothing."""
         while self._pending and self._ring is not None and self._ring.ready(self._pending[0][1]):
             self._read_oldest()
         found, self._found = self._found, []
         return found
 
     def settle(self) -> list[tuple[int, StepLook]]:
-        """The same, when all that was noted is known. Waits for the device: before a save, at the end."""
+        """The same, once all that was noted is known. Waits for the device: before a save, at the end."""
         self._settle_all()
         return self.bad()
 
     @property
     def pending(self) -> int:
-        """Steps that were noted and not judged yet."""
+        """How many steps were noted but not judged yet."""
         return len(self._pending)
 
     def _settle_all(self) -> None:
@@ -410,12 +411,12 @@ class Deferred:
         self.last = look
         if look.reasons:
             self._found.append((step, look))
-        if look.finite:  # what is only odd is told, and accepted: a level that stays is no oddity
+        if look.finite:  # what is merely odd is reported but accepted: a level that lasts is no oddity
             self._checks.accepted(look)
 
 
 def _joined(soundings: list[torch.Tensor | float], device: torch.device) -> torch.Tensor | float:
-    """One of several devices' soundings, on one of them."""
+    """One sounding made of several devices' soundings, on one of the devices."""
     if len(soundings) < 2:
         return soundings[0] if soundings else 0.0
     parts = [
@@ -431,11 +432,11 @@ def _joined(soundings: list[torch.Tensor | float], device: torch.device) -> torc
 # What becomes of the gradient scalers' scales, without making a step wait for the device.
 #
 # Guarantee: every scale is looked at once a step, in order. `note` never waits for a device, unless that is
-# many steps behind; `found(wait=True)` waits until all of them are known.
+# many steps behind; `found(wait=True)` waits until all scales are known.
 
 
 class Scales:
-    """Of one rank's scalers."""
+    """The scales of one rank's scalers."""
 
     def __init__(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
         self._scalers = [_Watched(scaler) for scaler in scalers if scaler.is_enabled()]
@@ -445,21 +446,21 @@ class Scales:
 
     def note(self, step: int) -> None:
         """A step is complete."""
-        for one in self._scalers:
-            one.note(step)
+        for scaler in self._scalers:
+            scaler.note(step)
 
     def found(self, *, wait: bool = False) -> list[int]:
-        """The bad steps that are known by now and were not told yet, in order."""
-        return sorted({step for one in self._scalers for step in one.found(wait=wait)})
+        """The bad steps that are known by now but were not yet returned, in order."""
+        return sorted({step for scaler in self._scalers for step in scaler.found(wait=wait)})
 
     @property
     def pending(self) -> bool:
-        """Whether some are not known yet."""
-        return any(one.pending for one in self._scalers)
+        """Whether some scales are not known yet."""
+        return any(scaler.pending for scaler in self._scalers)
 
     def why(self) -> list[str]:
         """What is wrong with the scales, as far as they are known."""
-        return [one.scale.why for one in self._scalers if one.scale.why]
+        return [scaler.scale.why for scaler in self._scalers if scaler.scale.why]
 
 
 class _Watched:
@@ -511,7 +512,7 @@ class _Watched:
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The scale and the count of good steps, where they are; None before the scaler is first used."""
+    """The scale and the count of good steps, on their device; None before the scaler is first used."""
     kept: Any = scaler
     scale, good = getattr(kept, "_scale", None), getattr(kept, "_growth_tracker", None)
     return (scale, good) if isinstance(scale, torch.Tensor) and isinstance(good, torch.Tensor) else None
@@ -528,10 +529,10 @@ def read_pair(scale: torch.Tensor, good: torch.Tensor) -> tuple[float, int]:
 # Rehearsing bad results: a false one is made up where, when and as often as the settings say.
 #
 # * `correct_result`: the work itself gives it, so every rank that is named gets it again on any device.
-# * `transient_error`: it appears once, and not when the step is run again, nor when a later attempt replays
-# it.
-# * `persistent_error`: a device gives it, whoever computes on it. Which one that is, is remembered in the run
-#   directory: the next attempt puts the same ranks on other devices.
+# * `transient_error`: it appears once, but not when the step is run again, nor when a later attempt replays
+#   it.
+# * `persistent_error`: a device gives it, whichever rank computes on it. The run directory remembers which
+#   device that is, because the next attempt puts the same ranks on other devices.
 #
 # A false result is a loss that is NaN. Gradients are left as they are.
 
@@ -565,7 +566,7 @@ class Injection:
         self._false = False
 
     def falsify(self, result: Any, step: int, *, again: bool) -> Any:
-        """The result, or a false one. `again`: the same call is made for another time."""
+        """The result, or a false one. `again`: the same call is made once more."""
         if not again:
             self._false = self._is_due(step)
         elif self._chosen.error_injection_type == TRANSIENT:
@@ -602,11 +603,11 @@ class Injection:
             known = {self._place.device, f"{self._place.node}/{self._place.device}"}
             return self._chosen.error_injection_device in known
         folder = self._folder / "devices"
-        found = [contents(entry, _Injected) for entry in entries(folder)]
-        bad = [one for one in found if one is not None]
-        if any((one.node, one.device) == (self._place.node, self._place.device) for one in bad):
+        records = [contents(entry, _Injected) for entry in entries(folder)]
+        bad = [record for record in records if record is not None]
+        if any((record.node, record.device) == (self._place.node, self._place.device) for record in bad):
             return True
-        if named and all((one.attempt, one.step) == (self._attempt, step) for one in bad):
+        if named and all((record.attempt, record.step) == (self._attempt, step) for record in bad):
             self._remember(folder, f"rank_{self._rank}", step)
             return True
         return False

@@ -2,11 +2,12 @@
 
 A device that computes wrongly without any error gives numbers that look like any others. Every so many steps
 each rank's micro-batch, with its random numbers, goes to the next rank; all ranks compute their neighbour's
-together, so that collectives inside the step match; and the two losses are compared. Where arguments cannot
-be passed on, or a rank is alone, the step is computed twice here, and the gradients' norm is compared too.
+together, so that collectives inside the step match; and the two losses are compared. If arguments cannot be
+passed on, or a rank is alone, the step is computed twice on the same rank, and the gradients' norms are
+compared too.
 
 Guarantee: afterwards gradients, buffers, scalers, random numbers and what was recorded are as they were
-before. All ranks take part alike, and know the same outcome. `policy.disagreement` says who is accused.
+before. All ranks take part alike, and know the same outcome. `policy.accuse` says who is accused.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from holdfast.train.check.gradients import Gradients
 from holdfast.train.check.rerun import difference
 from holdfast.train.data import capture_rng
 
-# Passes one rank's arguments and random numbers to the next rank, so that it can compute the same.
+# Passes one rank's arguments and random numbers to the next rank, so that it can compute the same thing.
 #
 # The ranks form a ring: each sends to the next and receives from the one before, over Holdfast's own group.
 # Lengths go first, then a description, then the bytes of all tensors in one piece; nothing is pickled. Every
 # wait is bounded by the group's own timeout.
 #
-# What is data is sent: tensors, numbers, texts. What stands for itself on every rank (models, optimizers,
-# functions) is not: the receiver uses its own. Anything else cannot be passed on, and `pack` says so.
+# Data is sent: tensors, numbers, text. What every rank has its own of (models, optimizers, functions) is not:
+# the receiver uses its own. Anything else cannot be passed on, and `pack` says so.
 
 
 LIMIT = 1024**3
-"""Bytes of one micro-batch above which it stays where it is."""
+"""A micro-batch of more bytes than this is not passed on."""
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -58,7 +59,7 @@ class Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes what follows, and what the sender made of it."""
+    """Describes the bytes that follow, and holds the sender's generators that are not among them."""
 
     leaves: list[Leaf]
     python: list[int]
@@ -66,7 +67,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     numpy: list[int] | None
     numpy_gauss: tuple[int, float] = (0, 0.0)
     devices: int = 0
-    """How many states of devices' generators follow the host's."""
+    """How many states of devices' generators follow that of the host's."""
 
 
 class Packed:
@@ -76,7 +77,7 @@ class Packed:
         self.leaves = leaves
         self.spec = spec
         self.shape = xxhash.xxh3_64_intdigest(f"{spec}|{kinds}".encode()) >> 2
-        """Alike on ranks whose arguments are built alike."""
+        """The same on ranks whose arguments have the same structure."""
 
 
 def pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed | str:
@@ -95,8 +96,8 @@ def pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed | str:
 
 
 def exchange(packed: Packed, randomness: Mapping[str, Any], group: Group) -> tuple[list[Any], dict[str, Any]]:
-    """Send these to the next rank, together with the state of the generators; return what the rank before
-    sent, as arguments, after putting the generators where its were. All ranks call this together."""
+    """Send these to the next rank, with the state of the generators; set the generators to what the previous
+    rank sent, and return what it sent as arguments. All ranks call this together."""
     header, payload = _sent(packed, randomness)
     got_header, got_payload = _pass_on(header, payload, group)
     note = msgspec.msgpack.decode(got_header, type=Note)
@@ -112,8 +113,8 @@ def exchange(packed: Packed, randomness: Mapping[str, Any], group: Group) -> tup
     leaves: list[Any] = []
     for own, leaf in zip(packed.leaves, note.leaves, strict=True):
         if leaf.kind == "tensor":
-            there = take(DTYPES[leaf.dtype], leaf.shape).to(own.device)
-            leaves.append(there.requires_grad_() if own.requires_grad else there)
+            received = take(DTYPES[leaf.dtype], leaf.shape).to(own.device)
+            leaves.append(received.requires_grad_() if own.requires_grad else received)
         else:
             leaves.append(own if leaf.kind == "own" else leaf.value)
     _seed(note, [_take_state(take) for _ in range(1 + note.devices)])
@@ -209,16 +210,16 @@ def _seed(note: Note, states: list[torch.Tensor]) -> None:
 log = logging.getLogger("holdfast")
 
 ROW = 512
-"""Bytes in which a rank tells what it saw."""
+"""Bytes of the row in which a rank reports what it saw."""
 PLACE = 150
-"""Characters of a place's name that are told."""
+"""How many characters of a place's name are reported."""
 
 Call = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """Computes the micro-batch of these arguments, with whatever it draws for itself served again."""
 
 
 class Rewindable(Protocol):
-    """A rank's state at one moment, to go back to: `worker.rerun.Rewind`."""
+    """A rank's state at one moment, to go back to: `Rewind` in rerun.py."""
 
     def capture(self) -> None: ...
 
@@ -230,13 +231,13 @@ class Rewindable(Protocol):
 class _Row(msgspec.Struct, frozen=True, array_like=True):
     place: str
     own: float | None
-    """The loss of this rank's micro-batch, here."""
+    """The loss of this rank's micro-batch, computed here."""
     neighbours: float | None
-    """The loss of the micro-batch of the rank before, here."""
+    """The loss of the previous rank's micro-batch, computed here."""
 
 
 class CorruptionWatch:
-    """One for a rank."""
+    """One per rank."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class CorruptionWatch:
         self._place = f"{place.node}/{place.device}" if place.device else place.node
         self._gradients = Gradients(tracked.models())
         self._only_here = group.process_group is None or bool(tracked.generators())
-        """Generators of the user's own are not passed on."""
+        """Whether to compare on each rank alone; the user's own generators, for one, are not passed on."""
         self._held = False
         self._told: set[str] = set()
         self._make_state = state
@@ -266,7 +267,7 @@ class CorruptionWatch:
         """How many micro-batches were compared."""
 
     def due(self, step: int) -> bool:
-        """Whether the step's first micro-batch is to be computed twice; alike on all ranks."""
+        """Whether the step's first micro-batch is to be computed twice; the same on all ranks."""
         return self._interval > 0 and step % self._interval == 0
 
     def before(self) -> None:
@@ -278,8 +279,8 @@ class CorruptionWatch:
         self._noted = True
 
     def compare(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[str]:
-        """Compute it for a second time and say what is wrong, on the ranks that are accused. All ranks call
-        this together, after `before` and the first computation, whose `result` is given."""
+        """Compute it a second time; returns what is wrong, on the ranks that are accused. All ranks call this
+        together, after `before` and the first computation, which gave `result`."""
         assert self._noted
         assert self._before is not None
         assert self._after is not None
@@ -303,12 +304,12 @@ class CorruptionWatch:
 
     def _here(self, call: Call, args: Any, kwargs: Any, loss: float | None, norm: float | None) -> list[str]:
         again, norm_again = self._read(call(args, kwargs))
-        told = f"computed twice on rank {self._group.rank} ({self._place})"
+        where = f"computed twice on rank {self._group.rank} ({self._place})"
         reasons = []
         if difference(loss, again) > self._tolerance:
-            reasons.append(f"the micro-batch gave the loss {loss}, then {again}, {told}")
+            reasons.append(f"the micro-batch gave the loss {loss}, then {again}, {where}")
         if difference(norm, norm_again) > self._tolerance:
-            reasons.append(f"the micro-batch gave gradients of norm {norm}, then {norm_again}, {told}")
+            reasons.append(f"the micro-batch gave gradients of norm {norm}, then {norm_again}, {where}")
         return reasons
 
     def _there(self, call: Call, args: Any, kwargs: Any, loss: float | None) -> list[str]:
@@ -325,8 +326,8 @@ class CorruptionWatch:
             self._tell(
                 "the corruption watch compares on each rank alone from now on: the micro-batches of "
                 f"{sum(differs)} of {world} ranks gave another loss on the next rank, which no single device "
-                "does. The model may be split over ranks, a step may take data from elsewhere than its "
-                "arguments, or results differ by more than validation.rerun_tolerance"
+                "can cause. The model may be split over ranks, a step may take data from elsewhere than its "
+                "arguments, or results may differ by more than validation.rerun_tolerance"
             )
             return []
         if rank not in found.accused:
@@ -339,7 +340,7 @@ class CorruptionWatch:
         ]
 
     def _all_can(self, packed: Any) -> bool:
-        """Whether every rank can pass its arguments on, and all are built alike."""
+        """Whether every rank can pass its arguments on, and all have the same structure."""
         if self._group.process_group is None or self._only_here:
             return False
         cannot = isinstance(packed, str)
@@ -349,7 +350,7 @@ class CorruptionWatch:
         some_cannot, highest, lowest = numbers.tolist()
         if not some_cannot and highest == -lowest:
             return True
-        why = packed if cannot else "another rank's arguments cannot be passed on, or are built otherwise"
+        why = packed if cannot else "another rank's arguments cannot be passed on, or are built differently"
         self._tell(f"the corruption watch computes twice on each rank, not on a neighbour: {why}")
         return False
 
@@ -359,8 +360,8 @@ class CorruptionWatch:
         mine[: 1 + 1 + len(encoded)] = torch.tensor([*divmod(len(encoded), 256), *encoded], dtype=torch.uint8)
         rows = [torch.empty_like(mine) for _ in range(self._group.world_size)]
         dist.all_gather(rows, mine, group=self._group.process_group)
-        told = [bytes(row.tolist()) for row in rows]
-        return [msgspec.msgpack.decode(raw[2 : 2 + raw[0] * 256 + raw[1]], type=_Row) for raw in told]
+        received = [bytes(row.tolist()) for row in rows]
+        return [msgspec.msgpack.decode(raw[2 : 2 + raw[0] * 256 + raw[1]], type=_Row) for raw in received]
 
     def _read(self, result: Any) -> tuple[float | None, float | None]:
         return read_together(single_number(result), self._gradients.norms())

@@ -1,15 +1,14 @@
 """One look at all gradients of some models: whether any element is not a number.
 
-Guarantee: if any element of any gradient is NaN or infinite, a sounding is not finite. The other way round
-it need not be so (sums and squares overflow), which `bad` settles, slowly and exactly. A gradient that is
-sharded is seen as far as this rank holds it; nothing here is a collective, and nothing waits for a device but
-`bad`.
+Guarantee: if any element of any gradient is NaN or infinite, a sounding is not finite. The converse need not
+hold (sums and squares overflow); `bad` settles that, slowly and exactly. Of a sharded gradient, only what
+this rank holds is seen; nothing here is a collective, and only `bad` waits for a device.
 
-With many small gradients Python takes the time, so where they lie is found out once (`_PlainLook`),
-and then nothing of Python's runs for each of them. Reading thousands of modules is a good part of that, so
-parameters are read from their optimizers where these are known: what an optimizer holds at that moment is
-always looked at, and a parameter that was put into a module since, and into no optimizer, within the next
-`LOOKED_UP_EVERY` looks.
+With many small gradients it is Python that takes the time, so where they lie is found out once
+(`_PlainLook`), and after that no Python runs for each of them. Reading thousands of modules is a good part of
+that time, so parameters are read from their optimizers if these are known: what an optimizer currently holds
+is always looked at; a parameter that has since been put into a module, but into no optimizer, is seen within
+the next `LOOKED_UP_EVERY` looks.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from holdfast.base import local_part
 from holdfast.checkpoint.state import is_placeholder
 
 LOOKED_UP_EVERY = 64
-"""Looks after which the models' parameters are looked up again: a model may be changed between steps."""
+"""Number of looks after which the models' parameters are found anew: a model may change between steps."""
 NAMED = 3
-"""Parameters that a reason names; the others are counted."""
+"""How many parameters a reason names; the others are counted."""
 WIDE = frozenset({torch.float32, torch.float64})
 PLAIN = WIDE | {torch.float16, torch.bfloat16}
 HOST = torch.device("cpu")
 SMALL = 32 * 1024
-"""Gradients up to so many bytes are summed up together, as long as they are in the processor's cache."""
+"""Gradients of up to this many bytes are summed together, while they are in the processor's cache."""
 TOGETHER = 512 * 1024
-"""Bytes of small gradients that are summed up at a time."""
+"""Bytes of small gradients that are summed at a time."""
 
 Group = tuple[torch.device, torch.dtype]
 Kind = tuple[type, torch.layout, torch.dtype, torch.device]
@@ -48,7 +47,7 @@ _USUAL = (torch.Tensor, torch.strided, torch.float32, HOST)
 
 
 class Gradients:
-    """The gradients of these models, whichever are there at the moment."""
+    """The gradients of these models, whichever exist at the moment."""
 
     def __init__(
         self, models: Iterable[tuple[str, nn.Module]], optimizers: Iterable[torch.optim.Optimizer] = ()
@@ -59,10 +58,10 @@ class Gradients:
         self._usual: _PlainLook | None = None
         self._looks = 0
         self._placeholders = True
-        """Whether there were any when this was last looked at: only a resume puts some there."""
+        """Whether there were any at the last look: only a resume creates some."""
 
     def soundings(self) -> list[torch.Tensor | float]:
-        """Few numbers, all finite only if every element is: the sum of float32 on the host, else norms."""
+        """A few numbers, all finite only if every element is: the sum of float32 on the host, else norms."""
         self._look_up()
         if self._placeholders:
             self._there()
@@ -84,7 +83,7 @@ class Gradients:
 
     @torch.no_grad()
     def bad(self) -> list[str]:
-        """Which parameters' gradients hold something that is no number, in words; waits for the device."""
+        """Which parameters' gradients hold something that is not finite, in words; waits for the device."""
         found = []
         for name, model in self._models:
             for key, parameter in model.named_parameters():
@@ -104,7 +103,7 @@ class Gradients:
     def _look_up(self) -> None:
         """Find out where the parameters are kept, every so often."""
         # Walking a tree of modules costs more than looking at small gradients, so where parameters are kept
-        # is remembered. It is the place that is remembered, not the parameter: FSDP exchanges those.
+        # is remembered. The place is remembered, not the parameter: FSDP replaces parameters.
         if self._looks % LOOKED_UP_EVERY == 0:
             modules = dict.fromkeys(module for _, model in self._models for module in model.modules())
             kept = [module._parameters for module in modules if module._parameters]
@@ -115,7 +114,7 @@ class Gradients:
         self._looks += 1
 
     def _there(self) -> list[torch.Tensor]:
-        """All gradients that there are, without placeholders."""
+        """All gradients that exist, without placeholders."""
         found = [
             gradient
             for parameters, name in self._places
@@ -140,7 +139,7 @@ class _Sources:
         ]
 
     def parameters(self) -> list[Any]:
-        """All of them as they are now; None where a module has set one to that."""
+        """All of them as they are now; None where a module has set one to None."""
         groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
         return list(itertools.chain(*groups, *map(dict.values, self._modules)))
 
@@ -149,12 +148,12 @@ class _Sources:
 
 
 class _PlainLook:
-    """The usual case: all parameters are plain float32 on the host. Whatever is not so is noticed."""
+    """The usual case: all parameters are plain float32 on the host. Anything else is noticed."""
 
     def __init__(self, sources: _Sources) -> None:
         self._sources = sources
         self.outgrown = False
-        """Whether there are more or fewer parameters than there were, or another kind of thing in a place."""
+        """Whether the number of parameters has changed, or the kind of thing in some place."""
         self._form = _form(sources.parameters())
         alone: list[int] = []
         alike: dict[tuple[int, ...], list[int]] = {}
@@ -191,7 +190,7 @@ class _PlainLook:
         return self._sources.is_same(sources) and _form(sources.parameters()) == self._form
 
     def total(self) -> list[float] | None:
-        """The sum of all gradients, if there are any; None if it is the usual case no more."""
+        """The sum of all gradients, if there are any; None if this is no longer the usual case."""
         parameters = self._sources.parameters()
         if len(parameters) != len(self._form):
             self.outgrown = True
@@ -205,7 +204,7 @@ class _PlainLook:
                     total += gradient.sum().item()
                     found = True
             for pick in self._batches:
-                # Read and summed up batch by batch: what a gradient's reading brought is still in the cache.
+                # Read and summed batch by batch, while what was read is still in the cache.
                 together = _together(list(map(_grad, pick(parameters))))
                 if together is not None:
                     if _kind(together) != _USUAL:
@@ -225,12 +224,12 @@ def _together(gradients: list[Any]) -> torch.Tensor | None:
     try:
         return torch.cat(gradients)
     except TypeError:  # looking for None in each of them would cost as much as reading them
-        there = [gradient for gradient in gradients if gradient is not None]
-        return torch.cat(there) if there else None
+        existing = [gradient for gradient in gradients if gradient is not None]
+        return torch.cat(existing) if existing else None
 
 
 def _form(parameters: list[Any]) -> list[torch.Size | int | None]:
-    """For each parameter its shape; of one that was there before, under another name, where that was."""
+    """For each parameter its shape; for one that occurred before, under another name, where that was."""
     found: list[torch.Size | int | None] = []
     first: dict[int, int] = {}
     for at, parameter in enumerate(parameters):
@@ -243,7 +242,7 @@ def _form(parameters: list[Any]) -> list[torch.Size | int | None]:
 
 
 def _items(positions: list[int]) -> Callable[[Sequence[Any]], Any]:
-    """What picks these out of a sequence, two or more; at equal distances a slice is several times faster."""
+    """Picks two or more items out of a sequence; at equal distances a slice is several times faster."""
     apart = positions[1] - positions[0]
     if positions == list(range(positions[0], positions[-1] + 1, apart)):
         return operator.itemgetter(slice(positions[0], positions[-1] + 1, apart))
@@ -251,7 +250,7 @@ def _items(positions: list[int]) -> Callable[[Sequence[Any]], Any]:
 
 
 _NONE = torch.empty(0)
-"""In place of a parameter that a module has set to None."""
+"""Stands in for a parameter that a module has set to None."""
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
@@ -268,7 +267,7 @@ def plain(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _places(kept: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], str]]:
-    """Where each parameter is kept; one that several modules share is there once."""
+    """Where each parameter is kept; one that several modules share appears once."""
     seen: set[int] = set()
     for parameters in kept:
         for name, parameter in parameters.items():
@@ -292,7 +291,7 @@ def _norms(there: list[torch.Tensor], kinds: set[Kind]) -> list[torch.Tensor | f
 
 
 def _groups(there: list[torch.Tensor], kinds: set[Kind]) -> dict[Group, list[torch.Tensor]]:
-    """Those that are alike together: one call looks at many."""
+    """The gradients, grouped with those that are alike, so that one call looks at many."""
     if len(kinds) == 1:
         ((cls, layout, dtype, device),) = kinds
         if cls is torch.Tensor and layout is torch.strided and dtype in PLAIN and device.type != "meta":
@@ -305,6 +304,6 @@ def _groups(there: list[torch.Tensor], kinds: set[Kind]) -> dict[Group, list[tor
 
 
 def _alike(norms: list[torch.Tensor]) -> list[torch.Tensor]:
-    """For stacking: of one dtype."""
+    """The norms in one dtype, for stacking."""
     dtypes = {norm.dtype for norm in norms}
     return norms if len(dtypes) == 1 else [norm.double() for norm in norms]

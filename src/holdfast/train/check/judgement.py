@@ -1,8 +1,8 @@
-"""What becomes of a rejected result: told to all ranks, compared with earlier attempts, judged.
+"""What becomes of a rejected result: shared with all ranks, compared with earlier attempts, judged.
 
 Guarantee: what is not finite is dropped, or ends the attempt, on every rank alike, and never reaches an
-optimizer (with deferred checks it did before it was seen: then it is gone back from, or said). A value that
-is finite and only odd is accepted, with a warning.
+optimizer (with deferred checks it already has when it is seen: then the run rolls back, or says so). A value
+that is finite and merely odd is accepted, with a warning.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from holdfast.train.data import DataFeed
 
 # How the ranks tell each other what was bad, and how an attempt ends because of it.
 #
-# Guarantee: what is rejected is recorded before any rank ends, so whoever decides about the next attempt
-# finds it; without the launcher that is decided as well (train/membership.py). Every rank ends with the same
-# error. What could not be recorded is said in that error, and hides nothing.
+# Guarantee: what is rejected is recorded before any rank ends, so that it is found when the next attempt is
+# decided about; without the launcher that happens here as well (train/membership.py). Every rank ends with
+# the same error. If recording failed, that error says so, and hides nothing else.
 
 
 log = logging.getLogger("holdfast")
@@ -73,9 +73,9 @@ class RankReport(msgspec.Struct, frozen=True):
     result: RankResult
     seen: list[str] = []
     samples: list[int] = []
-    """Of a result that is not finite: what this rank's batch was made of, as far as that is known."""
+    """For a result that is not finite: the samples in this rank's batch, as far as known."""
     window: Window | None = None
-    """The data of the step, as this rank counts them: what is known of the step goes by rank 0's."""
+    """The step's data, as this rank counts them: what is known about the step goes by rank 0's."""
 
 
 class Rejecting:
@@ -96,7 +96,7 @@ class Rejecting:
         self._max_transients = max_transients
 
     def tell(self, event: Event) -> None:
-        """Into the journal, once for all ranks."""
+        """Write it into the journal, once for all ranks."""
         if self._group.is_coordinator:
             self._member.journal.write(event)
 
@@ -114,7 +114,7 @@ class Rejecting:
         return share(self._group, own)
 
     def transient(self, findings: Sequence[ReplayFinding], step: int) -> None:
-        """Count it where it happened. A device that has had too many is accused, and the attempt ends."""
+        """Count it against its device. A device that has had too many is accused, and the attempt ends."""
         accused: list[tuple[str, str, int]] = []
         if self._group.is_coordinator:
             for finding in findings:
@@ -141,7 +141,7 @@ class Rejecting:
         reason = f"{shown} had {count} transient faults, {self._max_transients} are too many"
         if self.launched:
             self.reject(Rejection(kind=Kind.DEVICE, step=step, reasons=[reason], accused=Place(node, device)))
-        self.warn(f"{reason}; without `holdfast run` nobody keeps it out of the run")
+        self.warn(f"{reason}; without `holdfast run` nothing keeps it out of the run")
 
     def _count(self, place: Place, step: int, evidence: str) -> int:
         try:
@@ -153,7 +153,7 @@ class Rejecting:
             return 0
 
     def settle(self, settled: Settled) -> None:
-        """Keep a verdict on a step for every later attempt. Without it that step is judged once more."""
+        """Keep a verdict on a step for every later attempt. Without it, that step would be judged again."""
         if not self._group.is_coordinator:
             return
         try:
@@ -167,7 +167,7 @@ class Rejecting:
         if self._group.is_coordinator:
             try:
                 if not record_rejection(self._member.control, self._member.attempt, rejection):
-                    problem = "; this attempt had rejected something before, which is what counts"
+                    problem = "; this attempt had already rejected something, and that is what counts"
             except (ControlError, OSError) as error:
                 problem = f"; it could not be recorded: {error}"
             if self._decide is not None and not problem:
@@ -182,10 +182,10 @@ class Rejecting:
             Kind.DEVICE: "that device has to be kept out",
         }[rejection.kind]
         about = "after step" if rejection.kind is Kind.PROBATION else "step"
-        told = f" ({then})" if then else ""
+        next_start = f" ({then})" if then else ""
         raise RerunWantedError(
             f"{about} {rejection.step}: {in_words(rejection.reasons)}; {wanted}. `holdfast run` does so by "
-            f"itself; else start the run again{told}. Evidence: {NAME} of attempt "
+            f"itself; otherwise start the run again{next_start}. Evidence: {NAME} of attempt "
             f"{self._member.attempt}{problem}"
         )
 
@@ -196,7 +196,7 @@ def in_words(reasons: Sequence[str]) -> str:
 
 
 def summary(reports: Sequence[RankReport]) -> list[str]:
-    """Why a step was rejected, rank by rank; what all saw alike only once."""
+    """Why a step was rejected, rank by rank; what all ranks saw appears only once."""
     alone = len(reports) == 1
     reasons = [
         reason if alone else f"rank {report.result.rank}: {reason}"
@@ -210,7 +210,7 @@ def summary(reports: Sequence[RankReport]) -> list[str]:
 
 def batch_of(reports: Sequence[RankReport]) -> str:
     """The data of a rejected step in words, with the samples of the ranks whose own results were bad."""
-    samples = {one.result.rank: one.samples for one in reports if one.result.reasons}
+    samples = {report.result.rank: report.samples for report in reports if report.result.reasons}
     return batch_in_words(reports[0].window, samples, len(reports))
 
 
@@ -223,8 +223,9 @@ def bad_ranks(reports: Sequence[RankReport]) -> list[int]:
 #
 # All ranks know the same: what the launcher told all of them, and what rank 0 read from the records.
 #
-# Before it is computed, every rank that was bad then takes a mark of the state it begins from. When the step
-# is complete and was accepted at once, marks and devices say whether it was the device (see `policy.replay`).
+# Before such a step is computed, every rank that was bad then takes a mark of the state it begins from. When
+# the step is complete and was accepted at once, marks and devices say whether it was the device (see
+# policy/verdicts.py).
 
 
 KEY = "settled"
@@ -269,8 +270,8 @@ class Replayed:
 
     def accepts(self, step: int, window: Window | None) -> bool:
         """Whether this step is to be accepted if it is rejected once more for a value that is finite."""
-        told = self._rerun is not None and self._rerun.step == step and self._rerun.accept
-        return told or self.known(How.ACCEPTED, step, window) is not None
+        ordered = self._rerun is not None and self._rerun.step == step and self._rerun.accept
+        return ordered or self.known(How.ACCEPTED, step, window) is not None
 
     def settle(
         self,
@@ -282,7 +283,7 @@ class Replayed:
         trial: Trial | None,
         ran_again: bool,
     ) -> Settling | None:
-        """Why a step that is not finite needs no other attempt; None if the launcher has to be asked."""
+        """Why a step that is not finite needs no further attempt; None if the launcher has to be asked."""
         return settle(
             step,
             results,
@@ -299,16 +300,16 @@ class Replayed:
         """The step is about to be computed, on all ranks."""
         if self._rerun is None or self._rerun.step != step:
             return
-        was_bad = any(one.rank == self._group.rank for one in self._rerun.bad)
+        was_bad = any(result.rank == self._group.rank for result in self._rerun.bad)
         own = mark(self._tracked, buffers=True) if was_bad else ""
-        told = self._rejecting.exchange_texts(f"{self._place.node}\n{self._place.device}\n{own}")
+        texts = self._rejecting.exchange_texts(f"{self._place.node}\n{self._place.device}\n{own}")
         self._now = []
-        for text in told:
+        for text in texts:
             node, device, state = text.split("\n")
             self._now.append((Place(node, device), state))
 
     def passed(self, step: int) -> None:
-        """The step is complete, and nothing in it was rejected; every rank comes to the same verdict."""
+        """The step is complete, with nothing in it rejected; every rank comes to the same verdict."""
         rerun, now = self._rerun, self._now
         if rerun is None or rerun.step != step or now is None:
             return
@@ -336,12 +337,14 @@ class Replayed:
             self._rejecting.reject(
                 Rejection(kind=Kind.DEVICE, step=step, reasons=evidence, accused=guilty[0].place)
             )
-        self._rejecting.warn(f"{in_words(evidence)}. The run cannot go on without that device, and uses it")
+        self._rejecting.warn(
+            f"{in_words(evidence)}. The run cannot go on without that device, so it keeps using it"
+        )
 
 
 @dataclass
 class Done:
-    """What one run of a call gave, on this rank."""
+    """What one run of a call returned, on this rank."""
 
     result: Any
     look: StepLook
@@ -358,7 +361,7 @@ def severity_of(look: StepLook) -> Severity:
 
 
 class Judging:
-    """One for an attempt. Every rank calls it alike."""
+    """One per attempt. Every rank calls it alike."""
 
     def __init__(
         self,
@@ -381,14 +384,14 @@ class Judging:
         self._probation = probation
         self._replayed = replayed
         self._shown = False
-        """Whether this attempt has shown that a step fails whatever was loaded."""
+        """Whether this attempt has shown a step to fail whatever was loaded."""
         self._meter = meter
         self._feed = feed
         self.count = Count(chosen.nan_policy, chosen.max_consecutive)
         self.dropping = Dropping(tracked)
 
     def judge(self, done: Done, severity: Severity, step: int) -> None:
-        """A step that is not run again: accept it, drop it, or end here."""
+        """Judge a step that is not run again: accept it, drop it, or end here."""
         if severity is Severity.ODD:
             reports = self._rejecting.exchange(self.report(done))
             self.tell(reports, step, "accepted")
@@ -407,7 +410,7 @@ class Judging:
         self._drop(reports, step, settling)
 
     def judge_again(self, reports: Sequence[RankReport], step: int) -> bool:
-        """Not finite, also when it was run again: whether that is settled, and the step dropped."""
+        """Not finite even when run again: returns whether that is settled, and the step dropped."""
         settling = self._settle(reports, step, ran_again=True)
         if settling is None:
             return False
@@ -418,13 +421,13 @@ class Judging:
 
     @property
     def _in_doubt(self) -> bool:
-        """Whether what was loaded may be the cause, and somebody is there to find out."""
+        """Whether what was loaded may be the cause, and there is a launcher to find out."""
         return self._probation.active and self._rejecting.launched
 
     def _settle(
         self, reports: Sequence[RankReport], step: int, *, ran_again: bool = False
     ) -> Settling | None:
-        """Why no other attempt is needed for a step that is not finite; the same on every rank."""
+        """Why a step that is not finite needs no further attempt; the same on every rank."""
         probation = self._probation
         found = self._replayed.settle(
             step,
@@ -444,12 +447,12 @@ class Judging:
         return found
 
     def _ask(self, reports: Sequence[RankReport], step: int, diagnostic: str) -> NoReturn:
-        """The launcher finds out what is at fault."""
+        """Leave it to the launcher to find out what is at fault."""
         self.tell(reports, step, "restart")
         self.reject(reports, Severity.NONFINITE, step, diagnostic=diagnostic)
 
     def _drop(self, reports: Sequence[RankReport], step: int, settling: Settling | None) -> None:
-        """What the user's policy says of a step that is not finite."""
+        """Do what the user's policy says about a step that is not finite."""
         outcome = self.count.after(bad=True)
         reasons = summary(reports)
         if outcome.act is Act.ROLL_BACK:
@@ -457,7 +460,7 @@ class Judging:
             self.roll_back(reports, step, outcome.why)
         if outcome.act is Act.STOP:
             if settling is not None and not settling.shown and self.count.policy != "raise":
-                # One step after the other: so it may well be what was loaded, and nobody has looked yet.
+                # Step after step is bad: so it may well be what was loaded, and nobody has checked that yet.
                 self._ask(reports, step, "none: the step was not run again")
             self.tell(reports, step, "stop")
             if settling is not None and settling.shown:
@@ -466,7 +469,7 @@ class Judging:
         self.tell(reports, step, "dropped", in_a_row=outcome.in_a_row if outcome.warn else 0)
         why = settling.why if settling is not None else ""
         self._keep(reports, step, why or f"it was dropped: {in_words(reasons)}", settling)
-        if outcome.warn and not self._rejecting.launched:  # else the launcher tells it
+        if outcome.warn and not self._rejecting.launched:  # otherwise the launcher reports it
             batch = batch_of(reports)
             self._rejecting.warn(
                 f"step {step}{f', {batch},' if batch else ''} is dropped on all ranks, "
@@ -485,14 +488,14 @@ class Judging:
         )
 
     def _end(self, reports: Sequence[RankReport], step: int, why: str) -> None:
-        """Whoever starts the run again would come to the same end."""
+        """Record that any further start of the run would come to the same end."""
         world, window = self._group.world_size, reports[0].window
         self._rejecting.settle(
             Settled(step=step, how=How.FATAL, window=window, world_size=world, shown=True, why=why)
         )
 
     def accepted(self, reports: Sequence[RankReport], step: int, why: str) -> None:
-        """A finite step that was rejected everywhere is accepted, from now on in every attempt."""
+        """A finite step that was rejected everywhere is accepted, in this and every later attempt."""
         world, window = self._group.world_size, reports[0].window
         if self._replayed.known(How.ACCEPTED, step, window) is None:
             self._rejecting.settle(
@@ -500,13 +503,13 @@ class Judging:
             )
 
     def judge_used(self, look: StepLook, severity: Severity, step: int, *, bad: int, used: str) -> list[str]:
-        """The same for a step that was complete before it was looked at; why it is bad, for all ranks alike.
+        """The same for a step that was complete before it was looked at; returns why it is bad, alike on all.
 
-        `bad` of them are not finite, in a row; `used` says in words why none was dropped.
+        `bad` steps in a row are not finite; `used` says in words why none was dropped.
         """
         done = Done(None, look)
-        told = self._rejecting.exchange(self.report(done))
-        reports = [msgspec.structs.replace(one, window=None) for one in told]  # the data have moved on
+        shared = self._rejecting.exchange(self.report(done))
+        reports = [msgspec.structs.replace(report, window=None) for report in shared]  # the data has moved on
         reasons = summary(reports)
         if severity is Severity.NONFINITE:
             self._meter.told.add(step)
@@ -551,8 +554,8 @@ class Judging:
 
     def breached(self) -> NoReturn:
         """What was loaded does not go on from where it was; rank 0 knows why."""
-        told = self._rejecting.exchange_texts("\n".join(self._probation.observe()))
-        reasons = next(text for text in told if text).split("\n")
+        texts = self._rejecting.exchange_texts("\n".join(self._probation.observe()))
+        reasons = next(text for text in texts if text).split("\n")
         self._rejecting.reject(
             Rejection(
                 kind=Kind.PROBATION,
@@ -588,7 +591,7 @@ class Judging:
         )
 
     def report(self, done: Done, *, marked: bool = False) -> RankReport:
-        """This rank's share. Reasons of its own are those of its loss: gradients may be the whole group's."""
+        """This rank's report. Only its loss gives it its own reasons: gradients may be the whole group's."""
         look = done.look
         own_loss = look.loss is not None and not math.isfinite(look.loss)
         own = self._group.world_size == 1 or own_loss or look.finite
@@ -600,9 +603,9 @@ class Judging:
     def report_again(
         self, first: Done, second: Done, locator: Locator, *, tolerance: float, buffers: bool
     ) -> RankReport:
-        """The same of a step that was run again, now that its state is what it began from.
+        """The same for a step that was run again, now that its state is what it began from.
 
-        A gradient that was bad before it was reduced is this rank's own, too.
+        A gradient that was bad before being reduced is this rank's own, too.
         """
         look = second.look
         where = locator.where

@@ -7,9 +7,9 @@ if detector.check(loss, model=model, step=step):
     optimizer.step()
 ```
 Guarantee: with a process group all ranks get the same answer for the same step. A bad step's gradients are
-gone when `check` returns, so that a loop which does not look at the answer does not use them either. No
-sequence of bad steps goes on for ever: too many in a row stop the loop or roll it back, and rolling back
-without getting further is tried `MAX_ROLLBACKS` times.
+gone when `check` returns, so that even a loop that ignores the answer does not use them. No sequence of bad
+steps goes on for ever: too many in a row stop the loop or roll it back, and rolling back without getting
+further is tried `MAX_ROLLBACKS` times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("holdfast")
 
 MAX_ROLLBACKS = 2
 _STUCK, _WRONG = 1, 2
-"""What a step can be: fine but for its scaler, or bad itself."""
+"""What a step can be: fine except for its scaler, or itself bad."""
 
 
 class BadStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +44,9 @@ class BadStep(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     reasons: list[str]
-    """This rank's own; or that it was another rank's."""
+    """This rank's own; or that the bad result was another rank's."""
     loss: float | str | None = None
-    """As in the journal: a number, or the name of what is none."""
+    """As in the journal: a number, or the name of what is not a finite one."""
     act: str = ""
     """drop, stop or roll_back."""
 
@@ -64,7 +64,7 @@ class NaNDetector:
         on_rollback: Callable[[int], object] | None = None,
     ) -> None:
         """`group`: the ranks that decide together, such as `torch.distributed.group.WORLD`. `on_rollback` is
-        called with the step, on every rank, to restore an earlier state; the policy rollback needs it."""
+        called with the step, on every rank, to restore an earlier state; the rollback policy needs it."""
         if policy not in get_args(Policy):
             raise UsageError(
                 f"NaNDetector(policy={policy!r}): allowed is one of {', '.join(get_args(Policy))}"
@@ -103,8 +103,8 @@ class NaNDetector:
         """Whether this step's result may be used. Call it after the backward, on every rank.
 
         Looks at the loss, and at the gradients of `model`. With a `scaler` that is on, infinities in the
-        scaled gradients are its own matter; a step with a bad loss is made one that it skips. So many skipped
-        in a row, or a scale that has collapsed, make a bad step (see `holdfast.policy.results`).
+        scaled gradients are left to it, and a step with a bad loss is turned into one that it skips. Too many
+        skipped in a row, or a scale that has collapsed, make a bad step (see `holdfast.policy.results`).
         """
         self._calls += 1
         at = self._calls if step is None else step
@@ -121,7 +121,7 @@ class NaNDetector:
                 self._rollbacks = 0
             return True
         self._furthest = max(self._furthest, at)
-        if model is not None and bad == _WRONG:  # else the gradients may be used, if the scaler takes them
+        if model is not None and bad == _WRONG:  # otherwise the gradients may be used, if the scaler does
             _drop(model, spoil=scaled)
         reasons = reasons or ["the result of another rank"]
         self._history.append(BadStep(step=at, reasons=reasons, loss=encode_loss(value), act=str(outcome.act)))
@@ -153,7 +153,7 @@ class NaNDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What a roll-back restores must not take back that it was one: its own counts only grow."""
+        """What a roll-back restores must not undo the roll-back's own record: its counts only grow."""
         self._count.load_state_dict(dict(state))
         self._calls = int(state.get("calls", 0))
         self._rollbacks = max(self._rollbacks, int(state.get("rollbacks", 0)))
@@ -177,7 +177,7 @@ class NaNDetector:
         return value, reasons
 
     def _look_at_scale(self, scaler: torch.amp.GradScaler) -> list[str]:
-        """What the scaler's last update has shown; nothing if there was none since the last look."""
+        """What the scaler's last update has shown; nothing if there was none since the previous look."""
         if self._scale is None or self._scale[0]() is not scaler:
             self._scale = weakref.ref(scaler), Scale(scaler.get_scale())
         pair = scale_of(scaler)
@@ -185,7 +185,7 @@ class NaNDetector:
         return [scale.why] if pair is not None and scale.observe(*read_pair(*pair)) else []
 
     def _worst(self, bad: int) -> int:
-        """The worst that it was on any rank."""
+        """The worst value on any rank."""
         if self._group is None:
             if not self._lonely_told and dist.is_available() and dist.is_initialized():
                 self._lonely_told = True
@@ -204,32 +204,32 @@ class NaNDetector:
         return int(self._flag)
 
     def _act(self, step: int, reasons: list[str], outcome: StepOutcome) -> None:
-        told = f"step {step} is dropped: {'; '.join(reasons)}"
+        dropped = f"step {step} is dropped: {'; '.join(reasons)}"
         if outcome.act is Act.DROP:
             if outcome.warn:
-                log.warning("holdfast: %s (%d in a row)", told, outcome.in_a_row)
+                log.warning("holdfast: %s (%d in a row)", dropped, outcome.in_a_row)
             return
         if outcome.act is Act.ROLL_BACK:
             self._rollbacks += 1
             if self._rollbacks <= MAX_ROLLBACKS:
                 assert self._on_rollback is not None
-                log.warning("holdfast: %s; %s: rolling back", told, outcome.why)
+                log.warning("holdfast: %s; %s: rolling back", dropped, outcome.why)
                 self._count.began_again()
                 self._on_rollback(step)
-                self._count.began_again()  # what was restored may hold a row of its own
+                self._count.began_again()  # the restored state may hold a row of its own
                 return
             why = f"{outcome.why}, after {MAX_ROLLBACKS} roll-backs that got no further"
         else:
             why = outcome.why
         raise ValidationFailedError(
-            f"{told}; {why}. Look at the learning rate and at this step's data, or go back to an older "
+            f"{dropped}; {why}. Look at the learning rate and at this step's data, or go back to an older "
             "checkpoint"
         )
 
 
 @torch.no_grad()
 def _drop(model: nn.Module, *, spoil: bool) -> None:
-    """Take the gradients away; or, for a scaler, which needs some, make them infinite so that it skips."""
+    """Remove the gradients; or, for a scaler, which needs some, make them infinite so that it skips."""
     for parameter in model.parameters():
         if not spoil:
             parameter.grad = None

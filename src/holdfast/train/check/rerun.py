@@ -1,7 +1,7 @@
 """Running a step again: everything that it changes in a rank, the way back, and dropping it.
 
-A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, where
-nobody sees it between two calls: `torch_internals` knows where.
+A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, out
+of sight between two calls: `torch_internals` knows where.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from holdfast.journal.events import DeterminismMeasured
 from holdfast.train import Meter
 from holdfast.train.data import DataFeed, Randomness
 
-# How much two runs of one step differ, and what was measured of it.
+# How much two runs of one step differ, and what was measured of that.
 
 
 KEPT = 10_000
-"""Measurements that percentiles are taken of: the newest."""
+"""How many measurements, the newest, percentiles are taken of."""
 
 
 def difference(one: float | None, other: float | None) -> float:
-    """Relative to the larger of them. NaN equals NaN, an infinity equals only itself; else infinite."""
+    """Relative to the larger. NaN equals NaN, an infinity equals only itself; otherwise infinite."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     if one == other or (math.isnan(one) and math.isnan(other)):
@@ -45,7 +45,7 @@ def difference(one: float | None, other: float | None) -> float:
 
 
 class Determinism:
-    """Differences between two runs of every step, in one attempt: of each step that of its worst rank."""
+    """Differences between two runs of every step, in one attempt: for each step, its worst rank's."""
 
     def __init__(self, ranks: int = 1) -> None:
         self._ranks = ranks
@@ -63,7 +63,7 @@ class Determinism:
             self.largest, self._rank = found, rank
 
     def report(self) -> DeterminismMeasured | None:
-        """What is known by now; None if nothing is new."""
+        """What is known by now; None if there is nothing new."""
         if self.steps == self._told:
             return None
         self._told = self.steps
@@ -85,12 +85,12 @@ class Determinism:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity: a result that was finite only once differs by more than any number."""
+    """JSON has no infinity, so this huge number says that a result was finite in only one of two runs."""
     return value if math.isfinite(value) else 1e308
 
 
 class TensorSlot(NamedTuple):
-    """Something that holds a tensor, or none."""
+    """A place that holds a tensor, or None."""
 
     read: Callable[[], torch.Tensor | None]
     write: Callable[[torch.Tensor | None], None]
@@ -100,32 +100,32 @@ StepHook = Callable[[torch.optim.Optimizer, Any, Any], None]
 
 
 def before_steps(optimizers: Sequence[torch.optim.Optimizer], call: StepHook) -> list[RemovableHandle]:
-    """Call this before each step of these optimizers.
+    """Make `call` run before each step of these optimizers.
 
-    One that was made without torch's constructor, around another one, takes no hooks: then that other one's
-    steps, which it makes for the same parameters, count as its own.
+    An optimizer that was made without torch's constructor, around another one, takes no hooks: then the inner
+    one's steps, which are for the same parameters, count as its own.
     """
     handles: list[RemovableHandle] = []
     without: list[torch.optim.Optimizer] = []
-    for one in optimizers:
+    for optimizer in optimizers:
         try:
-            handles.append(one.register_step_pre_hook(call))
+            handles.append(optimizer.register_step_pre_hook(call))
         except (AttributeError, TypeError):
-            without.append(one)
+            without.append(optimizer)
     if not without:
         return handles
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        theirs = {id(p) for one in without for group in one.param_groups for p in group["params"]}
+        theirs = {id(p) for outer in without for group in outer.param_groups for p in group["params"]}
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(optimizer is one for one in optimizers) and theirs & mine:
+        if not any(optimizer is known for known in optimizers) and theirs & mine:
             call(optimizer, args, kwargs)
 
     return [*handles, register_optimizer_step_pre_hook(before)]
 
 
 def gradient_slots(models: Iterable[nn.Module]) -> list[TensorSlot]:
-    """Every place with a gradient, of every parameter once."""
+    """Every place with a gradient, each parameter's only once."""
     slots: list[TensorSlot] = []
     seen: set[int] = set()
     for model in models:
@@ -144,7 +144,7 @@ def gradient_slots(models: Iterable[nn.Module]) -> list[TensorSlot]:
 
 
 def buffer_slots(models: Iterable[nn.Module]) -> list[TensorSlot]:
-    """Every buffer, also those that no checkpoint holds; by its place, because a module may replace it."""
+    """Every buffer, even those that no checkpoint holds; by place, because a module may replace a buffer."""
     slots: list[TensorSlot] = []
     seen: set[tuple[int, str]] = set()
     for model in models:
@@ -158,12 +158,12 @@ def buffer_slots(models: Iterable[nn.Module]) -> list[TensorSlot]:
 
 
 class SlotCopies:
-    """What was in some slots at one moment. The memory of the copies is used again and again."""
+    """What was in some slots at one moment. The memory of the copies is reused."""
 
     def __init__(self, slots: Sequence[TensorSlot]) -> None:
         self._slots = slots
         self._held: list[torch.Tensor | None] = [None] * len(slots)
-        """The very tensors that were there: views of a bucket must stay what they are."""
+        """The very tensors that were in the slots: views of a bucket must stay views of it."""
         self._copies: list[torch.Tensor | None] = [None] * len(slots)
 
     def capture(self) -> None:
@@ -198,7 +198,7 @@ class SlotCopies:
                     slot.write(tensor)
 
     def release(self) -> None:
-        """Let go of the tensors that were there; only the memory of the copies is kept."""
+        """Let go of the tensors that were in the slots; only the memory of the copies is kept."""
         self._held = [None] * len(self._slots)
 
 
@@ -211,14 +211,15 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-# A mark of the tracked state that a step begins from, to tell whether two attempts began from the same.
+# A mark of the tracked state that a step begins from, to tell whether two attempts began from the same state.
 #
-# `p:<hex>` is of parameters and optimizer state, which stay as they are until a step is complete; `b:<hex>`
-# of buffers, where the mark was taken before the step changed any. Only what two marks both hold is compared.
+# `p:<hex>` stands for parameters and optimizer state, which stay as they are until a step is complete;
+# `b:<hex>` for buffers, if the mark was taken before the step changed any. Only what both marks hold is
+# compared.
 
 
 def mark(tracked: Tracked, *, buffers: bool) -> str:
-    """Waits for the devices. Changes nothing: an optimizer that never stepped stays without state."""
+    """Waits for the devices. Changes nothing: an optimizer that has never stepped stays without state."""
     models = [model for _, model in tracked.models()]
     kept: list[torch.Tensor] = [parameter for model in models for parameter in model.parameters()]
     plain: list[str] = []
@@ -259,12 +260,12 @@ def _parts(text: str) -> dict[str, str]:
 
 # Batches that a step draws for itself, recorded so that the same step can be run again with the same ones.
 #
-# They come from the run's data feed, or from an iterator among the step's arguments. Both are recorded for
-# the time of one call only: nobody has to wrap an iterator, and a save between two calls sees the feed as it
-# is.
+# They come from the run's data feed, or from an iterator among the step's arguments. Both are recorded only
+# for the duration of one call: nobody has to wrap an iterator, and a save between two calls sees the feed as
+# it is.
 #
 # What a draw does to the random numbers is part of it: a loader without workers makes its samples here. So
-# the state of the generators after each draw is kept with it, and is put back when the batch is served again.
+# the state of the generators after each draw is kept with it, and restored when the batch is served again.
 
 
 class _Drawn(NamedTuple):
@@ -284,7 +285,7 @@ class Draws:
         self._on = self._inside = False
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """A call begins; its arguments, with iterators that are recorded."""
+        """A call begins; returns its arguments, with their iterators recorded."""
         self._drawn, self._served, self._versions = {}, {}, []
         self._on, self._inside = True, False
         wrapped = [self._wrap(value) for value in args], {k: self._wrap(v) for k, v in kwargs.items()}
@@ -292,7 +293,7 @@ class Draws:
         return wrapped
 
     def again(self) -> str:
-        """The call is made again, with the same batches; why that cannot be, or nothing."""
+        """The call is made again, with the same batches; returns why that is impossible, if it is."""
         self._served = {}
         if any(tensor._version != version for tensor, version in self._versions):
             return "a batch or an argument was changed in place by the step"
@@ -303,8 +304,8 @@ class Draws:
         self._on = False
 
     def draw(self, source: int, live: Callable[[], Any]) -> Any:
-        """The source's next item: one that is to be served again, or a new one."""
-        if not self._on or self._inside:  # an iterator may itself draw from the feed: the outer one counts
+        """The source's next item: a recorded one, or a new one."""
+        if not self._on or self._inside:  # an iterator may itself draw from the feed: the outer draw counts
             return live()
         drawn = self._drawn.setdefault(source, [])
         at = self._served.get(source, 0)
@@ -370,10 +371,10 @@ class RecordedFeed(DataFeed):
         return found
 
 
-# Where in a model a result that is not finite first appears. Only ever done while a step is run again.
+# Where in a model a result that is not finite first appears. Only looked for while a step is run again.
 #
-# Watched are the outputs of every module, and the gradients of every parameter as this rank computed them,
-# before anything was reduced: a NaN that came from another rank's gradients is not this rank's.
+# It watches the outputs of every module, and the gradients of every parameter as this rank computed them,
+# before any reduction: a NaN that came from another rank's gradients is not this rank's.
 
 
 MOST_CHARACTERS = 200
@@ -389,7 +390,7 @@ class Locator:
         self.where = ""
         """The first part whose output was not finite although its input was; empty if none was found."""
         self.own_gradient = ""
-        """The first parameter whose gradient was not finite on this rank itself."""
+        """The first parameter whose gradient, as this rank itself computed it, was not finite."""
 
     def __enter__(self) -> Self:
         for model in self._models:
@@ -416,7 +417,7 @@ class Locator:
         return look
 
     def _parameters_hook(self, name: str) -> Any:
-        """Parameters are found when they are used: what FSDP2 computes with exists only from then on."""
+        """Parameters are found on use: those with which FSDP2 computes exist only from then on."""
 
         def watch(module: nn.Module, inputs: Any) -> None:
             del inputs
@@ -453,15 +454,15 @@ def _shown(name: str) -> str:
 # Everything that a forward and backward changes in a rank, and the way back.
 #
 # Guarantee: after `restore` a call of the same function with the same batches gives what it gave the first
-# time, bit by bit, as far as the device's own kernels do. Put back are: random numbers of every kind (python,
-# numpy, torch, every CUDA device, tracked generators and trackers), the buffers of tracked models, gradients
+# time, bit for bit, as far as the device's own kernels do. It puts back: random numbers of every kind
+# (python, numpy, torch, every CUDA device, tracked generators and trackers), the buffers of models, gradients
 # as they were on entry (none stays none), the state of gradient scalers, and what the loop recorded of the
-# step. Parameters and optimizer state are not: a step that changes them while it computes cannot be taken
-# back, and is refused. What only the user's own objects know is not put back either.
+# step. It does not put back parameters and optimizer state: a step that changes them while it computes cannot
+# be undone, and is refused. Nor does it put back what only the user's own objects know.
 
 
 class Rewind:
-    """The state of this rank at one moment, to go back to. Each captures anew over the last one."""
+    """The state of this rank at one moment, to go back to. Every `capture` replaces the one before."""
 
     def __init__(self, tracked: Tracked, meter: Meter | None = None) -> None:
         self._randomness = Randomness(tracked)
@@ -476,7 +477,7 @@ class Rewind:
             if isinstance(module, nn.parallel.DistributedDataParallel)
         ]
         self._syncs: list[bool] = []
-        """Whether DDP is to send rank 0's buffers before its next forward: it was not, after `no_sync`."""
+        """Whether DDP is to send rank 0's buffers before its next forward; after `no_sync` it is not."""
         self._meter = meter
         self._random: Any = None
         self._recorded: Any = None
@@ -504,7 +505,7 @@ class Rewind:
         self._randomness.restore(self._random)
 
     def release(self) -> None:
-        """Hold on to nothing of the training's but the memory of the copies."""
+        """Keep nothing of the training's, only the memory of the copies."""
         self._gradients.release()
         self._buffers.release()
 
@@ -549,22 +550,22 @@ class _ScalerState:
 # Dropping a step: its gradients never reach an optimizer.
 #
 # Guarantee: after `drop` and until the next step the tracked optimizers of torch's own kind change nothing.
-# Without gradients they leave a parameter and its state alone. Where a gradient scaler is tracked the
-# gradients stay, and one of each optimizer is made infinite on every rank: then `scaler.step` skips on all of
-# them, and `update` backs off once, alike everywhere (without any gradient it would raise). An optimizer that
-# is stepped all the same, without the scaler or with gradients that came later, loses them at that moment.
+# Without gradients they leave a parameter and its state alone. If a gradient scaler is tracked, the gradients
+# stay, and one of each optimizer's is made infinite on every rank: then `scaler.step` skips on all of them,
+# and `update` backs off once, alike everywhere (without any gradient it would raise). An optimizer that is
+# stepped all the same, without the scaler or with gradients that came later, loses them at that moment.
 
 
 class Dropping:
-    """Stands before the tracked optimizers, from when the run starts until it ends."""
+    """Stands in front of the tracked optimizers, from when the run starts until it ends."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
         self._slots: Sequence[TensorSlot] | None = None
         self.dropped = False
-        """Whether the present step was dropped."""
+        """Whether the current step was dropped."""
         self.stepped = False
-        """Whether an optimizer was stepped since this was last set to False."""
+        """Whether an optimizer has stepped since this was last set to False."""
         self._hooks = before_steps(tracked.optimizers(), self._before_step)
 
     def close(self) -> None:
@@ -592,7 +593,7 @@ class Dropping:
         for slot in self._slots:
             if slot.read() is not None:
                 slot.write(None)
-        for optimizer in self._tracked.optimizers():  # some of its parameters may be of no tracked model
+        for optimizer in self._tracked.optimizers():  # some of its parameters may belong to no tracked model
             _forget(optimizer)
 
 
@@ -617,6 +618,6 @@ def _spoil(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _tell(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Gradients that the step has unscaled already are not looked at again: the answer is changed itself."""
+    """Gradients that the step has already unscaled are not looked at again, so change the finding itself."""
     for found in scaler_findings(scaler).get(id(optimizer), {}).get("found_inf_per_device", {}).values():
         found.fill_(1.0)

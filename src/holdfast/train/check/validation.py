@@ -1,11 +1,11 @@
 """Checking a step's result, on all ranks together, before an optimizer uses it.
 
-Guarantee: a result that any rank found not to be finite reaches no tracked optimizer, on no rank; all ranks
-come to the same end, by the same calls. A rejected step that is run again begins from exactly what it began
-from (see `worker.rerun`); it is run again once, never more. What leaves this attempt is a rejection that was
-recorded first, or an error that says what is wrong.
+Guarantee: a result that any rank found not to be finite reaches no tracked optimizer on any rank; all ranks
+come to the same end, by the same calls. A rejected step that is run again begins from exactly the state it
+began from before (see rerun.py); it is run again once, never more. What ends this attempt is a rejection that
+was recorded first, or an error that says what is wrong.
 
-One call of `run.compute` is checked by itself: with several in a step (micro-batches), each is run again
+Each call of `run.compute` is checked by itself: with several in a step (micro-batches), each is run again
 alone, and once one of them is dropped the rest of the step is dropped as well. Each costs one small exchange.
 """
 
@@ -51,7 +51,7 @@ from holdfast.train.check.rerun import Determinism, Draws, Locator, RecordedFeed
 from holdfast.train.data import Randomness
 
 DEFERRED_EVERY = 16
-"""Steps after which the ranks tell each other what deferred checks, and gradient scalers, have shown."""
+"""Steps between exchanges in which the ranks share what deferred checks, and gradient scalers, have shown."""
 DEFERRED = "an optimizer has used it by then, because validation.deferred is on"
 RECORDED = (
     "an optimizer has used it by then, because it was only recorded: run.compute() and run.check() look at a "
@@ -60,7 +60,7 @@ RECORDED = (
 SCALED = "the scaler has left its optimizer's steps out"
 
 Diagnose = Callable[[], str]
-"""Make a diagnostic save of the state as it is; its name, or why there is none. On all ranks together."""
+"""Makes a diagnostic save of the state as it is, on all ranks; returns its name, or why there is none."""
 
 
 @dataclass
@@ -110,12 +110,12 @@ class Validation:
         self._on_rerun = on_rerun
         self._deferred = Deferred(checks) if chosen.deferred else None
         self._recorded = self._deferred or Deferred(checks)
-        """What looks at losses that are recorded, and at nothing else of their steps."""
+        """Looks at losses that are recorded, and at nothing else about their steps."""
         self._scales: Scales | None = None
         self.scaled = False
         """Whether some rank has a gradient scaler to look at; the same on every rank."""
         self._heard = self._heard_here = False
-        """Whether a call of this step gave a loss, on any rank; and on this one."""
+        """Whether a call of this step gave a loss on any rank; and on this rank."""
         self._still = Severity.FINE
         self._settled = -1
         """The step up to which every rank knows all results."""
@@ -135,13 +135,13 @@ class Validation:
 
     @property
     def dropped(self) -> bool:
-        """Whether the present step was dropped."""
+        """Whether the current step was dropped."""
         return self._dropping.dropped
 
     def doubt(self, least: Severity) -> str:
-        """Why the state as it is must not be saved as a good one; empty if it may. The same on every rank.
+        """Why the current state must not be saved as a good one; empty if it may be. The same on every rank.
 
-        `least`: what is less than that is no reason.
+        `least`: the least severity that counts as a reason.
         """
         if self._still < least:
             return ""
@@ -149,7 +149,7 @@ class Validation:
 
     @property
     def tolerance(self) -> float:
-        """Up to which relative difference two runs of a step count as equal."""
+        """The relative difference up to which two runs of a step count as equal."""
         measured = self._determinism.largest
         return max(self._chosen.rerun_tolerance, measured if math.isfinite(measured) else 0.0)
 
@@ -161,7 +161,7 @@ class Validation:
         self._heard = self._heard_here = False
 
     def compute(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The function's result, once it is accepted; a dropped step's own, with nothing left of it."""
+        """The function's result, once accepted; that of a dropped step too, but with its gradients gone."""
         self._enter()
         if self.dropped:
             result = function(*args, **kwargs)
@@ -190,7 +190,7 @@ class Validation:
                 self._rewind.release()
 
     def check(self, loss: Any) -> bool:
-        """Check a loss and the gradients as they are; whether to use the step. Nothing is run again."""
+        """Check a loss and the gradients as they are: whether to use the step. Nothing is run again."""
         self._enter()
         if self.dropped:
             self._dropping.drop()
@@ -222,13 +222,13 @@ class Validation:
             self._look_back()
 
     def before_save(self) -> None:
-        """The state is about to be saved: the steps that led to it are all judged first."""
+        """The state is about to be saved: first judge all steps that led to it."""
         if self._looks_back(None) and self._settled != self._meter.step:
             self._look_back(wait=True)
         self._tell_measured()
 
     def _note(self, step: int) -> None:
-        """What this step has shown that no call has looked at: a loss that was recorded, and the scales."""
+        """Note what no call of this step has looked at: a loss that was recorded, and the scales."""
         if self._scales is None:
             self._scales = Scales(self._tracked.scalers())
         self._scales.note(step)
@@ -238,9 +238,9 @@ class Validation:
             self._recorded.note(step, loss, gradients=False)
 
     def _looks_back(self, step: int | None) -> bool:
-        """Whether the ranks tell each other now what is known of complete steps; the same on every rank.
+        """Whether the ranks now share what is known about completed steps; the same on every rank.
 
-        At the end of a step in which no call has told them anything, of every so many, and before a save.
+        They do at the end of a step in which no call has done so, or every so many steps, and before a save.
         """
         if self._deferred is None and not self._heard and not self.dropped:
             return self._checks.judges_losses or self._tells_breaches
@@ -255,7 +255,7 @@ class Validation:
             self._feed.draws = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty where there is nothing to remember; says nothing about re-running, in any mode."""
+        """Empty if there is nothing to remember; holds nothing about re-running, in any mode."""
         found: dict[str, Any] = {}
         if checks := self._checks.state_dict():
             found["checks"] = checks
@@ -272,7 +272,7 @@ class Validation:
         control: ControlDirectory,
         timeout: float,
     ) -> None:
-        """What the run goes on from; `state`: what `state_dict` gave then, if it gave anything."""
+        """What the run goes on from; `state`: what `state_dict` gave at that save, if anything."""
         if state and "checks" in state:
             self._checks.load_state_dict(state["checks"])
         if state and "nonfinite" in state:
@@ -283,7 +283,7 @@ class Validation:
         counted = self._meter.state_dict()
         if manifest is not None and manifest.counts == OF_THE_JOB:
             counted["samples"], counted["tokens"] = self._meter.of_the_job()
-        self._probation.begin(name, manifest, counted, self._replayed.settled)  # a breach is told in a step
+        self._probation.begin(name, manifest, counted, self._replayed.settled)  # a step reports any breach
 
     # --- one call -------------------------------------------------------------------------------------------
 
@@ -369,20 +369,20 @@ class Validation:
             self._checks.accepted(done.look)
 
     def _stepped_inside(self) -> None:
-        told = (
+        misuse = (
             f"an optimizer was stepped inside run.compute() in step {self._step}, before its result could be "
             "checked. Call compute() with the forward and backward only, and step the optimizer afterwards"
         )
         if self._reruns or self._measures or self._watch is not None:
-            raise UsageError(f"{told}: such a step cannot be run again")
+            raise UsageError(f"{misuse}: such a step cannot be run again")
         if not self._warned_of_step:
             self._warned_of_step = True
-            self._rejecting.warn(f"{told}: a result that is not finite has been used by then")
+            self._rejecting.warn(f"{misuse}: a result that is not finite has been used by then")
 
     # --- rejected -------------------------------------------------------------------------------------------
 
     def _rejected(self, call: _Call, first: Done, severity: Severity) -> Done:
-        """Every rank is here. The run of the step to go on with; or the end of this attempt."""
+        """Every rank is here. Returns the run of the step to go on with, or ends this attempt."""
         self._was_rejected = True
         if not self._reruns or self._cannot_run_again():
             self._judging.judge(first, severity, self._step)
@@ -409,7 +409,7 @@ class Validation:
         return self._judging.judge_again(self._rejecting.exchange(report), self._step)
 
     def _cannot_run_again(self) -> bool:
-        """Whether some rank has changed a batch: what is computed from it would be something else."""
+        """Whether some rank has changed a batch, from which something else would then be computed."""
         for rank, why in enumerate(self._rejecting.exchange_texts(self._draws.again())):
             if why:
                 self._rejecting.warn(f"step {self._step} cannot be run again: rank {rank}: {why}")
@@ -461,7 +461,7 @@ class Validation:
     # --- later ----------------------------------------------------------------------------------------------
 
     def _look_back(self, *, wait: bool = False) -> Severity:
-        """Tell each other what was found by now, in steps that are complete; the worst of it."""
+        """Share what has been found so far in completed steps; returns the worst of it."""
         found = self._recorded.settle() if wait else self._recorded.bad()
         used = DEFERRED if self._deferred is not None else RECORDED
         still = severity_of(self._recorded.last)
@@ -492,7 +492,7 @@ class Validation:
         return agreed.severity
 
     def _measure(self, call: _Call, done: Done) -> None:
-        """Run it once more and compare; training goes on with the first result, as if there was no second."""
+        """Run it once more and compare; training goes on with the first result as if alone."""
         assert self._rewind is not None
         if why := self._draws.again():
             raise UsageError(f"step {self._step} cannot be run twice: {why}")
@@ -518,7 +518,7 @@ class Validation:
 
 
 def refuse_contradictions(effective: Effective, launched: LaunchInfo | None) -> None:
-    """Raise what is wrong with the settings of validation, all of it."""
+    """Raise all that is wrong with the settings of validation."""
     chosen, sources = effective.settings.validation, effective.sources
     problems: list[str] = []
 

@@ -2,9 +2,9 @@
 
 Guarantee: a resumed run gets the batches that it would have got without the interruption, in the same order
 and with the same contents, and the training's random numbers go on as if nothing had happened; or the loader
-is refused by name. What is known of a loader from its looks is refused when it is handed over; what only its
-use shows makes the save fail; and what nobody could see before makes the resume fail, because the batches
-that are replayed are compared with those of before. docs/guides/data.md has a row for each kind of loader.
+is refused by name. What a loader's construction shows is refused when it is handed over; what only its use
+shows makes the save fail; and what nobody could see before makes the resume fail, because the batches that
+are replayed are compared with the earlier ones. docs/guides/data.md has a row for each kind of loader.
 
 Run owns the iterator, because a loader's position can only be restored before `iter()` is called. A loader
 with `state_dict` and `load_state_dict` (such as StatefulDataLoader) restores its own position. Any other is
@@ -43,14 +43,14 @@ from holdfast.train.data.rng import LoaderKept, Stamp, WorkerStamps, capture_rng
 log = logging.getLogger("holdfast")
 
 TELL_AFTER, TELL_EVERY = 5.0, 30.0
-"""Seconds after which a replay is told, and then how often."""
+"""Seconds after which a replay is first reported, and seconds between later reports."""
 ACCEPT = "or accept that with checkpoint.data_position = 'trusted'"
 
 
 class DataFeed:
     """Batches from a loader, epoch after epoch. `for batch in feed` is one epoch, or the rest of one.
 
-    `trusted`: what cannot be shown to be exact is told, and not refused.
+    `trusted`: what cannot be shown to be exact gets a warning instead of a refusal.
     """
 
     def __init__(self, loader: Iterable[Any], *, trusted: bool = False) -> None:
@@ -61,7 +61,7 @@ class DataFeed:
             )
         self._trusted = trusted
         self.tell: Callable[[str], None] = _say_nothing
-        """Where something is said for the run's journal; it goes to the log as well."""
+        """Takes warnings for the run's journal; they go to the log as well."""
         self.alive: Callable[[], None] = lambda: None
         """Called at each batch of a replay, which may take long."""
         self._said: set[str] = set()
@@ -87,22 +87,22 @@ class DataFeed:
         self._announced: dict[int, Any] = {
             at: _epoch_of(sampler) for at, sampler in enumerate(_samplers(loader))
         }
-        """The epoch that each sampler was last told, or came with; None once the script tells it itself."""
+        """The epoch that each sampler was last given, or came with; None once the script sets it itself."""
         self._opened = False
         self._pool: dict[str, Any] | None = None
-        """The random state in which the workers that live now were started, if they outlive an epoch."""
+        """The random state in which the current workers were started, if they outlive an epoch."""
         self._worker_states: dict[int, bytes] = {}
         self._drawing_workers = False
         self._ended: list[int] = []
         """Workers of a StatefulDataLoader that had no more samples when the position was taken."""
         self._ahead: list[torch.Tensor] | None = None
-        """The generators of a sampler that is ahead of its position after a resume."""
+        """The states of the generators of a sampler that is ahead of its position after a resume."""
         self._holds: dict[str, object] = {}
         self._continues = ""
         self.epoch = 0
         """Epochs completed."""
         self.batches = 0
-        """Batches drawn of the present epoch: used, or left out."""
+        """Batches drawn in the current epoch: used, or left out."""
         self._restored: dict[str, Any] | None = None
         self._completed: Callable[[], int] | None = None
         self._skips: list[Skip] = []
@@ -112,7 +112,7 @@ class DataFeed:
         self.timed: Callable[[], AbstractContextManager[None]] | None = None
         """What measures how long a batch takes, if anything does."""
         self.watched: Callable[[], AbstractContextManager[None]] | None = None
-        """What is to know of each batch that the run itself draws, in the first step."""
+        """In the first step: what is to notice each batch that the run itself draws."""
 
     @property
     def loader(self) -> Iterable[Any]:
@@ -159,7 +159,7 @@ class DataFeed:
                 return batch
 
     def _take(self) -> tuple[Any] | None:
-        """What the loader gives next, in a 1-tuple, without what its workers say with it."""
+        """What the loader gives next, in a 1-tuple, without what its workers attach to it."""
         assert self._iterator is not None
         self._evidence.before()
         try:
@@ -173,9 +173,9 @@ class DataFeed:
                 self._refuse(
                     IncompleteStateError(
                         f"worker {stamp.worker} had given all its samples of epoch {self.epoch} before the "
-                        f"checkpoint, and gives more: at its end {name_of(self._torch.dataset)} has the "
-                        "state of its beginning, so some samples come twice. Resume from another "
-                        f"checkpoint, and let load_state_dict know an end from a beginning, {ACCEPT}"
+                        f"checkpoint, but gives more: at its end {name_of(self._torch.dataset)} has the "
+                        "same state as at its beginning, so some samples come twice. Resume from another "
+                        f"checkpoint, and make load_state_dict tell an end from a beginning, {ACCEPT}"
                     )
                 )
             self._drawing_workers = self._drawing_workers or stamp.drew
@@ -184,7 +184,7 @@ class DataFeed:
         self._evidence.after(batch)
         return (batch,)
 
-    # --- what is left out, and what the present step uses ---------------------------------------------------
+    # --- what is left out, and what the current step uses ---------------------------------------------------
 
     def follow(
         self,
@@ -192,17 +192,17 @@ class DataFeed:
         skips: Sequence[Skip] = (),
         told: Callable[[Skip], None] | None = None,
     ) -> None:
-        """Leave these out, saying so once for each; `completed` is asked for the steps done by now."""
+        """Leave these out, calling `told` once for each; `completed` returns the steps done so far."""
         self._completed, self._skips, self._told = completed, list(skips), told
 
     def window(self) -> Window | None:
-        """The batches drawn for the present step; if they lie in two epochs, those of the later one."""
+        """The batches drawn for the current step; if they lie in two epochs, those of the later one."""
         if self._window is None or (self._completed is not None and self._completed() != self._window[0]):
             return None
         return self._window[1]
 
     def samples(self) -> list[int]:
-        """The samples that the present step's batches on this rank were made of; empty if not known."""
+        """The samples of which the current step's batches on this rank were made; empty if not known."""
         window = self.window()
         if window is None or window.epoch != self.epoch or window.last >= self.batches:
             return []
@@ -248,7 +248,7 @@ class DataFeed:
     def _open(self) -> None:
         position, self._restored = self._restored, None
         if self._persistent and not self._opened:
-            self._torch._iterator = None  # workers of an earlier use know nothing of stamps
+            self._torch._iterator = None  # workers from an earlier use know nothing of stamps
         self._opened = True
         if position is not None:
             now = capture_rng()
@@ -283,14 +283,14 @@ class DataFeed:
                 continue
             epoch = _epoch_of(sampler)
             if epoch is not None and self._announced.get(at) != epoch:
-                self._announced[at] = None  # the script has told it another: its count is kept
+                self._announced[at] = None  # the script has set another: keep to the script's count
             else:
                 sampler.set_epoch(self.epoch)
-                told = _epoch_of(sampler)
-                self._announced[at] = told if told is not None else _UNREADABLE
+                now = _epoch_of(sampler)
+                self._announced[at] = now if now is not None else _UNREADABLE
 
     def _reopen(self, position: dict[str, Any]) -> None:
-        """Open where the position says. What it does to the random numbers is put right afterwards."""
+        """Open where the position says. The caller then puts the random numbers right."""
         start = self._epoch_start = position["epoch_start"]
         generators = _generators(self._loader)
         self._ahead = None
@@ -316,7 +316,7 @@ class DataFeed:
 
     def _settle(self, position: dict[str, Any]) -> None:
         """The loader stands at its position: its generators and counters go on as they were there."""
-        if position["open"]:  # between epochs they were put back at once, and the script may have acted since
+        if position["open"]:  # between epochs they were put back at once; the script may have acted since
             self._restore_kept(position.get("kept_now"))
         _set_generator_states(
             _generators(self._loader), self._ahead if self._ahead is not None else position["generators_now"]
@@ -361,7 +361,7 @@ class DataFeed:
         elif contents:
             self._say(
                 f"{where} came again in the same order with other contents (floating point numbers differ): "
-                "another kind of processor may do that, or a random augmentation that nothing restores"
+                "another kind of processor may cause that, or a random augmentation that nothing restores"
             )
 
     def _stand_at_boundary(self, position: dict[str, Any]) -> None:
@@ -369,8 +369,8 @@ class DataFeed:
         if not self.epoch:
             return
         if self._stateful and self._torch is not None and position["loader"]:
-            # Asked for its state, a loader that was at an epoch's end makes the iterator of that epoch, and
-            # draws for it: now, where it does not count, and not when the next epoch is opened.
+            # When asked for its state, a loader that was at an epoch's end makes that epoch's iterator, and
+            # draws for it: let it do so now, where it does not count, not when the next epoch is opened.
             self._take_up_workers(position.get("workers_now", {}) if self._persistent else {})
             with self._stamped():
                 self._loader.state_dict()  # type: ignore[attr-defined]
@@ -381,10 +381,10 @@ class DataFeed:
             self._start_workers(position, position.get("workers_now"))
 
     def _start_workers(self, position: dict[str, Any], states: Mapping[int, bytes] | None) -> None:
-        """Start workers that outlive an epoch as they were first started, as they are at this epoch's start.
+        """Start workers that outlive an epoch as they first were, in their state at this epoch's start.
 
-        The loader draws their seed when it makes them and none when it uses them again; so they are made by
-        themselves, without a sampler, and the epoch is opened with workers that live.
+        The loader draws a seed for them when it makes them but not when it reuses them; so they are made
+        separately, without a sampler, and the epoch is opened with workers that already live.
         """
         pool = position.get("pool")
         if pool is None or states is None:
@@ -417,7 +417,7 @@ class DataFeed:
             self._stamps.states = dict(states)
 
     def _prime(self, generators: list[torch.Generator]) -> None:
-        """A sampler that StatefulDataLoader goes through again does so when it is first asked: do it now."""
+        """StatefulDataLoader goes through its sampler again only when first asked for a batch: do it now."""
         ahead = getattr(self._iterator, "_sampler_iter", None)
         if not isinstance(ahead, itertools.islice):
             return
@@ -430,7 +430,7 @@ class DataFeed:
             self._ahead = after
 
     def _announce_again(self, start: Mapping[str, Any]) -> None:
-        if "announced" not in start:  # an older release announced to all
+        if "announced" not in start:  # an older release announced the epoch to all
             self._announce_epoch()
             return
         self._announced = dict(start["announced"])
@@ -444,7 +444,7 @@ class DataFeed:
             self._refuse(
                 IncompleteStateError(
                     f"the checkpoint holds the state of {', '.join(gone)} of the loader, which this script's "
-                    f"has not. Build the loader as before, {ACCEPT}"
+                    f"loader lacks. Build the loader as before, {ACCEPT}"
                 )
             )
 
@@ -472,7 +472,7 @@ class DataFeed:
         return one_way_parts(self._torch.dataset) if held else {}
 
     def _look_for_one_way(self) -> None:
-        """At an epoch's first batch: an iterator that was there before the epoch began goes on in it."""
+        """At an epoch's first batch, look for an iterator that existed before the epoch and goes on in it."""
         now = self._one_way()
         same = [name for name, thing in self._holds.items() if now.get(name) is thing]
         if same and self.epoch and not self._continues:
@@ -480,11 +480,11 @@ class DataFeed:
         self._holds = {}
 
     def _judge(self, loader: Any) -> str:
-        """Why the present position could not be taken up exactly; empty if it can."""
+        """Why a resume could not continue exactly from the current position; empty if it could."""
         if self._continues:
             return (
                 f"{name_of(self._torch.dataset)}.{self._continues} is an iterator that goes on from epoch to "
-                "epoch, and whose position cannot be set. Begin anew in __iter__, or give the dataset "
+                "epoch, and its position cannot be set. Begin anew in __iter__, or give the dataset "
                 "state_dict and load_state_dict and use StatefulDataLoader"
             )
         if self._iterator is None:
@@ -500,8 +500,8 @@ class DataFeed:
             who = "the sampler" if self._torch is not None and not self._iterable else "the loader"
             return (
                 f"{who} ({name_of(self._loader)}) draws from the same random numbers as training in the "
-                f"midst of an epoch ({', '.join(mixed)}): going through the epoch again without the training "
-                "could give another order. Give it a generator of its own, or draw at the epoch's start"
+                f"middle of an epoch ({', '.join(mixed)}): replaying the epoch without the training could "
+                "give another order. Give it a generator of its own, or draw at the epoch's start"
                 + ("" if self._workers else ", or use num_workers=1")
             )
         if self._stateful and self._workers and self._drawing_workers:
@@ -523,7 +523,7 @@ class DataFeed:
     def state_dict(self) -> dict[str, Any]:
         """The position between two batches."""
         if self._restored is not None:
-            return self._restored  # not taken up yet: a loader that is asked might draw random numbers
+            return self._restored  # not in use yet: asking the loader might make it draw random numbers
         loader = None
         if self._stateful:
             unused = self._torch is not None and self._torch._iterator is None
@@ -573,7 +573,7 @@ class DataFeed:
         self._restored = state
 
     def _replays(self, state: dict[str, Any]) -> bool:
-        """Whether an older release asked a loader for its state that is replayed now: that can be done."""
+        """Whether an older release asked this loader for its state, but it is replayed now, which works."""
         return state["loader"] is not None and "rng" in state["epoch_start"]
 
 
@@ -583,20 +583,22 @@ def _say_nothing(text: str) -> None:
 
 _END = object()
 _UNREADABLE = -1
-"""An epoch was announced to a sampler that does not say which one it has."""
+"""For a sampler that was given an epoch but does not say which one it has."""
 
 
 def _forget_start(loader: Any) -> None:
-    """A Hugging Face dataset that was given a state begins there in every epoch of the same number, so in
-    those after a resume too (datasets 5.2, `_starting_state_dict`): take it away once its iterator has it."""
+    """A Hugging Face dataset that was given a state begins there in every epoch of the same number, also in
+    those after a resume (datasets 5.2, `_starting_state_dict`): take the state away once its iterator has it.
+    """
     dataset = getattr(loader, "dataset", None)
     if type(dataset).__module__.startswith("datasets.") and vars(dataset).get("_starting_state_dict"):
         dataset.load_state_dict({})  # type: ignore[union-attr]
 
 
 def _use_up(iterator: Any) -> None:
-    """A dataset that was given the state of its end takes it up when it is next asked for a sample, and a
-    StatefulDataLoader that knows the end does not ask: do so, or the next epoch would begin at that end."""
+    """A dataset that was given the state of its end acts on it only when next asked for a sample, and a
+    StatefulDataLoader that knows the end does not ask: ask here, or the next epoch would begin at that end.
+    """
     fetcher = getattr(iterator, "_dataset_fetcher", None)
     samples = getattr(fetcher, "dataset_iter", None)
     if (
@@ -609,9 +611,9 @@ def _use_up(iterator: Any) -> None:
 
 
 def _ended_workers(state: Any) -> list[int]:
-    """Of an iterable dataset, in the state of a StatefulDataLoader: those with no more samples.
+    """In the state of a StatefulDataLoader over an iterable dataset: the workers with no more samples.
 
-    It asks them for one more batch all the same when it takes up that state (torchdata 0.11, worker.py).
+    When it loads that state, it asks them for one more batch all the same (torchdata 0.11, worker.py).
     """
     try:
         workers = state["_snapshot"]["_worker_snapshots"].values()
@@ -660,8 +662,8 @@ def _set_generator_states(generators: list[torch.Generator], states: list[torch.
 
 # Tells a rank's data feed which batches the run leaves out.
 #
-# All ranks must leave out the same ones, and a network file system may show two ranks different things: rank
-# 0 reads the records and tells the others through the store.
+# All ranks must leave out the same ones, but a network file system may show two ranks different things: so
+# rank 0 reads the records and tells the others through the store.
 
 
 KEY = "skips"
@@ -680,7 +682,7 @@ def follow_skips(
     completed: Callable[[], int],
     timeout: float,
 ) -> None:
-    """Called on all ranks after the resume, before the first batch. `completed`: steps done by now."""
+    """Call it on all ranks after the resume, before the first batch. `completed`: steps done so far."""
     if group.is_coordinator:
         left_out = _read_for_all(control, group)
     else:

@@ -1,9 +1,9 @@
-"""Loaders: one that any number of ranks share, whether one can repeat itself, and a batch's samples.
+"""Loaders: one that any number of ranks can share, whether a loader can repeat itself, and a batch's samples.
 
-`unfit` knows what no position could be taken up of. `BatchEvidence` keeps digests of an epoch's batches, so
-that a replay can be compared with what it repeats, and sees who draws random numbers when: a loader that
-draws from a generator between two draws of training would draw something else in a replay, where nobody
-trains.
+`unfit` recognises loaders whose position nothing could restore. `BatchEvidence` keeps digests of an epoch's
+batches, so that a replay can be compared with what it repeats, and notes who draws random numbers when: a
+loader that draws from a generator between two draws of training would draw something else in a replay, where
+nobody trains.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from holdfast.train.data.rng import generators_in, host_generators, one_way_part
 # A data source whose order and position do not depend on how many ranks share it.
 #
 # Each epoch has one global order, drawn from seed and epoch alone, cut into global batches; a rank takes its
-# slice of each. So the position is one number for the whole job: it can be taken up at any world size without
+# slice of each. So the position is one number for the whole job: any world size can continue from it without
 # repeating or leaving out a sample, and it costs nothing to restore.
 #
 # What a dataset draws in worker processes depends on seed, epoch and sample alone: a worker that is started
-# amid an epoch knows nothing of the samples before.
+# in the middle of an epoch knows nothing of the samples before.
 
 
 class GlobalBatches:
     """Iterates over one epoch, or the rest of one, yielding this rank's slice of each global batch.
 
-    `batch_size` is that of the whole job. A last batch that is not full is left out. Where the number of
-    ranks does not divide `batch_size`, slices differ by one sample. Other keywords go to torch's DataLoader.
+    `batch_size` is that of the whole job. A last batch that is not full is left out. If the number of ranks
+    does not divide `batch_size`, slices differ by one sample. Other keywords go to torch's DataLoader.
     """
 
     has_global_position = True
@@ -85,31 +85,31 @@ class GlobalBatches:
 
     @property
     def workers(self) -> int:
-        """Worker processes."""
+        """The number of worker processes."""
         return int(self._loader.get("num_workers", 0))
 
     @property
     def length(self) -> int:
-        """Samples of the dataset."""
+        """The number of samples in the dataset."""
         return self._length
 
     def samples(self, first: int, last: int) -> list[int]:
-        """The indices of this rank's slices of these batches of the present epoch."""
+        """The indices in this rank's slices of these batches of the current epoch."""
         order = self._order()()
         slices = (
             order[number * self._batch_size : (number + 1) * self._batch_size][self._rank :: self._world]
             for number in range(first, last + 1)
         )
-        return [index for one in slices for index in one.tolist()]
+        return [index for part in slices for index in part.tolist()]
 
     def __len__(self) -> int:
-        """Global batches an epoch."""
+        """Global batches per epoch."""
         return self._length // self._batch_size
 
     def __iter__(self) -> Iterator[Any]:
         slices = _Slices(self._order(), self._batch_size, self._batch, self._rank, self._world)
-        # A DataLoader draws a seed for its workers when it is opened. Not from the training's generator: a
-        # resume opens it once more, and everything random after that would differ.
+        # A DataLoader draws a seed for its workers when it is opened. That must not come from the training's
+        # generator: a resume opens it once more, and everything random after that would differ.
         own = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         chosen = {"generator": own, **self._loader}
         dataset: Dataset[Any] = self._dataset
@@ -145,13 +145,13 @@ class GlobalBatches:
         now = self.state_dict()
         changed = [name for name in ("batch_size", "length", "seed", "shuffle") if state[name] != now[name]]
         if changed:
-            told = ", ".join(f"{name} {state[name]} → {now[name]}" for name in changed)
-            raise IncompleteStateError(f"the data position does not fit this GlobalBatches: {told}")
+            differences = ", ".join(f"{name} {state[name]} → {now[name]}" for name in changed)
+            raise IncompleteStateError(f"the data position does not fit this GlobalBatches: {differences}")
         self._epoch, self._batch = state["epoch"], state["batch"]
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset whose worker's global generators are seeded for each sample; for the rest it is as it was."""
+    """A dataset that seeds its worker's global generators for each sample, and is otherwise unchanged."""
 
     def __init__(self, inner: Dataset[Any], seed: str) -> None:
         self._inner = inner
@@ -177,7 +177,7 @@ class _Seeded(Dataset[Any]):
             numpy.random.seed(seed % 2**32)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_inner", "__getitems__"):  # not there: while it is unpickled, or at all
+        if name in ("_inner", "__getitems__"):  # missing: while it is being unpickled, or altogether
             raise AttributeError(name)
         return getattr(self._inner, name)
 
@@ -202,14 +202,14 @@ class _Slices:
 
 
 class BatchEvidence:
-    """What is known of the present epoch's batches: digests of them, and who drew random numbers when."""
+    """What is known of the current epoch's batches: digests of them, and who drew random numbers when."""
 
     def __init__(self, generators: list[torch.Generator]) -> None:
         self._generators = generators
         self.begin()
 
     def begin(self) -> None:
-        """A new epoch, or one that is gone through again."""
+        """A new epoch begins, or one is replayed."""
         self._order, self._floats, self._taken = xxhash.xxh3_64(), xxhash.xxh3_64(), xxhash.xxh3_64()
         self._watches_indices = False
         self._trained: set[str] = set()
@@ -227,7 +227,7 @@ class BatchEvidence:
             self._trained |= _changed(self._last, now)
 
     def indices(self, item: Any) -> None:
-        """The sampler has given this."""
+        """The sampler has just given this."""
         self._watches_indices = True
         self._taken.update(repr(item).encode())
         self._sampled |= _changed(self._before, host_generators(self._generators)) & self._trained
@@ -254,18 +254,18 @@ class BatchEvidence:
         }
 
     def differs(self, saved: Mapping[str, Any] | None) -> tuple[bool, bool]:
-        """Whether other batches were given than those; and, if not, whether numbers in them differ."""
+        """Whether the batches given differ from those; and, if not, whether numbers in them differ."""
         if saved is None:
             return False, False
         now = self.state_dict()
         if saved["indices"] and now["indices"] != saved["indices"]:
             return True, False
         if saved["mixed"]:
-            return False, False  # what was drawn in between is not repeated, and the contents hang on it
+            return False, False  # what was drawn in between is not repeated, and the contents depend on it
         return now["order"] != saved["order"], now["floats"] != saved["floats"]
 
     def go_on(self, saved: Mapping[str, Any] | None) -> None:
-        """The batches before were replayed, or left to the loader: who drew what is as it was then."""
+        """Earlier batches were replayed, or left to the loader: who drew what is as it was then."""
         self._last = None
         self._trained = set(saved["trained"] if saved else ())
         self._mixed = set(saved["mixed"] if saved else ())
@@ -277,7 +277,7 @@ def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
 
 
 class Indices:
-    """A sampler's iterator whose indices are noted."""
+    """A sampler's iterator, with its indices noted."""
 
     def __init__(self, inner: Iterator[Any], evidence: BatchEvidence) -> None:
         self._inner = inner
@@ -293,19 +293,19 @@ class Indices:
 
 
 SAMPLED = 1024
-"""Numbers of a large tensor that its digest looks at, besides as many at its beginning and its end."""
+"""How many numbers of a large tensor its digest samples, besides as many at its beginning and its end."""
 
 
 def _digest(batch: Any, order: xxhash.xxh3_64, floats: xxhash.xxh3_64) -> None:
-    """Which samples these are goes into `order`; floating point numbers, which need not be the same to the
-    last bit on another kind of processor, go into `floats`, unless there is nothing else."""
+    """What identifies the samples goes into `order`; floating point numbers, which need not be the same to
+    the last bit on another kind of processor, go into `floats`, unless there is nothing else."""
     numbers = xxhash.xxh3_64()
     named = False
     for leaf in _leaves(batch):
         if isinstance(leaf, torch.Tensor):
             order.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or not leaf.numel():
-                continue  # neither a device nor other ranks are to be waited for
+                continue  # this must wait neither for a device nor for other ranks
             inexact = leaf.is_floating_point() or leaf.is_complex()
             (numbers if inexact else order).update(_sample(leaf))
             named = named or not inexact
@@ -351,7 +351,7 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 
 def unfit(loader: object) -> str:
-    """Why no position of this loader could be taken up exactly, as far as its looks tell; else empty."""
+    """Why no position of this loader could be restored exactly, as far as can be seen now; else empty."""
     for part in walk(loader):
         thing = part.thing
         if isinstance(thing, random.SystemRandom):
@@ -393,13 +393,13 @@ def _unfit_loader(loader: Any, *, nested: bool) -> str:
 
 
 def _unfit_global(loader: Any) -> str:
-    """Holdfast's own GlobalBatches seeds the global generators of its workers, and no others."""
+    """Holdfast's own GlobalBatches seeds the global generators of its workers, but no others."""
     if not isinstance(loader, GlobalBatches) or not loader.workers or not (found := generators_in(loader)):
         return ""
     return (
-        f"{found[0].removeprefix('_dataset.')} is a generator of the dataset's own, of which each worker of "
-        "GlobalBatches has a copy that begins anew after a resume. Draw from the global generators, or set "
-        "num_workers=0"
+        f"{found[0].removeprefix('_dataset.')} is a generator of the dataset's own; each worker of "
+        "GlobalBatches has a copy of it that begins anew after a resume. Draw from the global generators, or "
+        "set num_workers=0"
     )
 
 
@@ -419,10 +419,10 @@ def _unfit_stage(stage: Any) -> str:
 
 
 def loses_state(loader: object) -> bool:
-    """Whether this loader's own state is known to leave something out, so that replaying it is what is exact.
+    """Whether this loader's own state is known to leave something out, so that only a replay is exact.
 
     Hugging Face's streaming datasets leave out the contents of shuffle buffers, and may leave out a batch
-    where a batched map meets a format; they say so in `IterableDataset.load_state_dict`.
+    where a batched map is combined with a format; they say so in `IterableDataset.load_state_dict`.
     """
     dataset = getattr(loader, "dataset", None)
     if not type(dataset).__module__.startswith("datasets."):
@@ -442,17 +442,17 @@ def name_of(thing: object) -> str:
 
 # Which samples a batch was made of, worked out when somebody asks.
 #
-# Guarantee: what is named is what the loader gave, or nothing is named. The sampler is gone through once
-# more, from where the epoch began; where the loader samples in this process the indices are compared with the
-# digest of those that it drew. Random numbers and generators are afterwards as they were before, so the
-# position and everything that is drawn later are the same as if nobody had asked. While training runs, this
-# costs nothing.
+# Guarantee: what is named is what the loader gave, or nothing is named. The sampler is run through once
+# more, from where the epoch began; if the loader samples in this process, the indices are compared with the
+# digest of those that it drew. Afterwards random numbers and generators are as they were before, so the
+# position and everything drawn later are the same as if nobody had asked. While training runs, this costs
+# nothing.
 
 
 MOST = 10_000_000
-"""Samples of an epoch up to which it is gone through again: of more, its order alone takes much memory."""
+"""Longest epoch, in samples, that is run through again: the order alone of a longer one takes much memory."""
 _PURE = (SequentialSampler, DistributedSampler)
-"""Their order is known from what they are: they draw nothing from generators that others share."""
+"""Samplers whose order is known from what they are: they draw nothing from shared generators."""
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -467,10 +467,10 @@ def samples_of(
     drawn: int,
     digest: str,
 ) -> list[int]:
-    """The indices in batches `first` to `last` of the present epoch, in order; empty if they are not known.
+    """The indices in batches `first` to `last` of the current epoch, in order; empty if they are not known.
 
-    `start`: the random state at the epoch's start; `drawn`: batches that were drawn since; `digest`: of what
-    the sampler gave for them, empty if that was not watched.
+    `start`: the random state at the epoch's start; `drawn`: batches drawn since; `digest`: that of what the
+    sampler gave for them, empty if that was not watched.
     """
     if isinstance(loader, GlobalBatches):
         return loader.samples(first, last) if loader.length <= MOST else []
@@ -478,7 +478,7 @@ def samples_of(
         return []
     if not _is_known(loader, epoch):
         return []
-    torch_now, states = torch.get_rng_state(), [one.get_state() for one in generators]
+    torch_now, states = torch.get_rng_state(), [generator.get_state() for generator in generators]
     try:
         if "torch" not in start.get("rng", {}):
             return []
@@ -506,7 +506,7 @@ def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _is_known(loader: DataLoader[Any], epoch: int) -> bool:
-    """Whether going through the sampler again gives what it gave, and changes nothing in it."""
+    """Whether running through the sampler again gives what it gave, and changes nothing in it."""
     sampler: Any = loader.sampler
     if loader.batch_sampler is not None:
         if type(loader.batch_sampler) is not BatchSampler:
@@ -518,13 +518,13 @@ def _is_known(loader: DataLoader[Any], epoch: int) -> bool:
         return True
     own = sampler.generator
     if own is None:
-        # Workers that live on draw no new seed for themselves in a later epoch, and a new loader does.
+        # A loader whose workers live on draws no new seed for them in a later epoch, but a new loader does.
         return not (loader.num_workers and loader.persistent_workers and epoch)
     return own is not torch.default_generator and loader.generator in (None, own)
 
 
 class _Indices(Dataset[int]):
-    """In place of the user's: nothing is loaded."""
+    """Stands in for the user's dataset: nothing is loaded."""
 
     def __len__(self) -> int:
         return 1
@@ -538,7 +538,7 @@ def _as_it_is(items: Any) -> Any:
 
 
 def _digest_of(given: Sequence[Any]) -> str:
-    """As `Evidence.indices` makes it."""
+    """The digest, made as `BatchEvidence.indices` makes it."""
     found = xxhash.xxh3_64()
     for item in given:
         found.update(repr(item).encode())

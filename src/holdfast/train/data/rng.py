@@ -1,8 +1,8 @@
 """Every random number generator a rank draws from, captured and restored together.
 
 Besides the global ones there are those that a loader's dataset, sampler or collate function keeps in itself
-(`LoaderKept`), and those of a loader's worker processes, which nobody outside can read: a worker tells them
-with each batch, and one that is started for a resume takes them up (`WorkerStamps`).
+(`LoaderKept`), and those of a loader's worker processes, which nobody outside can read: a worker sends their
+state with each batch, and a worker started for a resume restores it (`WorkerStamps`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Restore what `capture_rng` gave, or seed everything where only a `seed` is known (another world)."""
+    """Restore what `capture_rng` gave, or seed everything if only a `seed` is known (another world size)."""
     if "seed" in state:
         random.seed(state["seed"])
         torch.manual_seed(state["seed"])
@@ -57,12 +57,12 @@ def restore_rng(state: dict[str, Any]) -> None:
         if len(state["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda"])
         else:
-            # Fewer or more devices are visible than when this was saved: the rank's own one is what matters.
+            # Fewer or more devices are visible than when this was saved: what matters is the rank's own.
             torch.cuda.set_rng_state(state["cuda"][min(torch.cuda.current_device(), len(state["cuda"]) - 1)])
 
 
 def host_generators(others: list[torch.Generator]) -> dict[str, bytes]:
-    """The states of the global generators of this process's CPU, and of others, to be compared."""
+    """The states of this process's global CPU generators, and of `others`, for comparison."""
     found = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "python": repr(hash(random.getstate())).encode(),
@@ -76,9 +76,10 @@ def host_generators(others: list[torch.Generator]) -> dict[str, bytes]:
 
 
 def _numpy_words() -> bytes:
-    """The state of numpy's global generator, read from its memory: to ask for it takes twenty times as long.
+    """The state of numpy's global generator, read from its memory: asking for it takes twenty times as long.
 
-    Half a pair of normal numbers that it has in store is not in there; who takes it has drawn before.
+    This lacks the second half of a pair of normal numbers that it may hold; taking that implies an earlier
+    draw.
     """
     import numpy
 
@@ -112,7 +113,7 @@ class Randomness:
 
 DEEPEST, MOST_PARTS, MOST_OBJECTS = 10, 64, 5000
 """How far the walk through a loader goes: levels, parts of one container, objects in all. What is not found
-is not restored, and the digests of the batches show it if it mattered."""
+is not restored; if it mattered, the digests of the batches show it."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.Tensor, torch.nn.Module)
 
 
@@ -121,15 +122,15 @@ class FoundObject(NamedTuple):
 
     path: str
     holder: Any
-    """What holds it; None for the object that the walk began with."""
+    """What holds it; None for the object with which the walk began."""
     key: Any
     thing: Any
     called: bool
-    """Whether the way to it leads through a function: it may belong to anything then, to training as well."""
+    """Whether the path to it leads through a function: then it may belong to anything, even to training."""
 
 
 def walk(root: object) -> Iterator[FoundObject]:
-    """The objects within an object, itself first, in an order that depends on its structure alone."""
+    """The objects within an object, itself first, in an order that depends only on its structure."""
     seen = {id(root)}
     queue = deque([(FoundObject("", None, None, root, False), 0)])
     left = MOST_OBJECTS
@@ -218,7 +219,7 @@ def _set(thing: Any, state: Any) -> None:
 
 
 def _make(kind: str, state: Any) -> Any:
-    """A generator of this kind, for one that an object makes only when it is first used."""
+    """A generator of this kind, for an object that makes its own only on first use."""
     made: Any
     if kind == "torch":
         made = torch.Generator()
@@ -240,16 +241,16 @@ class LoaderKept:
 
     Numbers are those that datasets and samplers hold as attributes (an epoch, a position, a count): they are
     part of the state if they have changed since this was made. So are lists of numbers that a sampler holds,
-    as long as they are not too long: an order that it turns from epoch to epoch. Whatever else such objects
-    hold is theirs.
-    With `own_states` so are the numbers of objects with a state_dict, because their loader sees to it.
+    such as an order that it changes from epoch to epoch, unless they are too long. Whatever else such objects
+    hold is left to them.
+    With `own_states` so are the numbers of objects with a state_dict, because their loader restores those.
     """
 
     def __init__(self, root: object, *, own_states: bool = False) -> None:
         self._root = root
         self._own_states = own_states
         made = {path: value for path, value in self._numbers().items() if not _is_seed(path)}
-        # A function that is called again in this process may hand over the same loader, which has moved on.
+        # A function called again in this process may hand over the same loader, which has since moved on.
         self._made = getattr(root, "__dict__", {}).setdefault("_holdfast_made", made)
 
     def capture(self) -> dict[str, Any]:
@@ -264,7 +265,7 @@ class LoaderKept:
         return {"numbers": numbers, "generators": generators}
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Put that back; the paths of what is not there any more."""
+        """Put that back; returns the paths of what no longer exists."""
         parts = {part.path: part for part in walk(self._root)}
         gone: list[str] = []
         for path, (kind, saved) in state["generators"].items():
@@ -287,8 +288,8 @@ class LoaderKept:
         thing = holder.thing
         if isinstance(value, int | float) and _shared_epoch(thing) is not None and name == "_epoch":
             thing.set_epoch(value)
-        elif isinstance(value, list) and isinstance(there := getattr(thing, name, None), list):
-            there[:] = value  # others may hold the same list
+        elif isinstance(value, list) and isinstance(held := getattr(thing, name, None), list):
+            held[:] = value  # others may hold the same list
         elif isinstance(thing, dict):
             thing[name] = value
         elif hasattr(thing, "__dict__"):
@@ -314,7 +315,7 @@ class LoaderKept:
                     found[f"{here}{name}"] = list(value)
             if (epoch := _shared_epoch(thing)) is not None:
                 found[f"{here}_epoch"] = epoch
-            # webdataset draws a seed when a pipeline is made, unless it is given one
+            # Unless it is given a seed, webdataset draws one when a pipeline is made.
             if isinstance(options := held.get("kw"), dict) and type(options.get("seed")) is int:
                 found[f"{here}kw.seed"] = options["seed"]
         return found
@@ -322,7 +323,7 @@ class LoaderKept:
 
 _NONE = object()
 LONGEST = 100_000
-"""Numbers in a list that is compared, and stored, as part of a data position."""
+"""Most numbers in a list that is compared, and stored, as part of a data position."""
 
 
 def _is_list_of_numbers(value: object) -> bool:
@@ -330,7 +331,7 @@ def _is_list_of_numbers(value: object) -> bool:
 
 
 def _is_seed(path: str) -> bool:
-    """Whether this number may differ from process to process, and is always part of the state."""
+    """Whether this number may differ from process to process, and so is always part of the state."""
     return path.endswith("kw.seed")
 
 
@@ -347,7 +348,7 @@ def _counts(thing: object, root: object) -> bool:
 
 
 def _shared_epoch(thing: object) -> int | None:
-    """The epoch of a dataset that shares it with its workers through a tensor, as Hugging Face's does."""
+    """The epoch of a dataset that shares it with its workers through a tensor, as Hugging Face's do."""
     held = getattr(thing, "__dict__", {})
     value = held.get("_epoch") if isinstance(held, dict) else None
     if isinstance(value, torch.Tensor) and value.numel() == 1 and hasattr(type(thing), "set_epoch"):
@@ -373,33 +374,33 @@ def one_way_parts(dataset: object) -> dict[str, object]:
 
 
 class Stamp(NamedTuple):
-    """What a worker says with a batch."""
+    """What a worker sends with a batch."""
 
     worker: int
     state: bytes
-    """Of its generators after this batch; empty if they are as they were before it."""
+    """The state of its generators after this batch; empty if the batch did not change it."""
     drew: bool
     """Whether the batch has drawn from the worker's global generators."""
 
 
 class WorkerStamps:
-    """A loader's `worker_init_fn` and `collate_fn`: a batch goes with the state of its worker's generators.
+    """A loader's `worker_init_fn` and `collate_fn`: a batch comes with the state of its worker's generators.
 
-    Both are methods of one object, so that they meet in the worker, also if it is spawned. The state is sent
-    only if the batch has changed it: a dataset that draws no random numbers costs nothing but the look.
+    Both are methods of one object, so that they share it in the worker, even if that is spawned. The state is
+    sent only if the batch has changed it: a dataset that draws no random numbers costs nothing but the check.
     """
 
     def __init__(self) -> None:
         self._init: Callable[[int], object] | None = None
         self._collate: Callable[[Any], Any] = list
         self.states: dict[int, bytes] = {}
-        """Taken up by the workers that are started next, by their number."""
+        """States for the workers that are started next, by the worker's number."""
         self._kept: LoaderKept | None = None
         self._last: tuple[dict[str, bytes], bytes] = {}, b""
 
     @contextlib.contextmanager
     def around(self, loader: Any) -> Iterator[None]:
-        """Workers that the loader starts in here take part; what else is done with it sees nothing of it."""
+        """Workers that the loader starts within take part; nothing else done with the loader notices this."""
         self._init, self._collate = loader.worker_init_fn, loader.collate_fn
         loader.worker_init_fn, loader.collate_fn = self.begin, self.collate
         try:
@@ -408,7 +409,7 @@ class WorkerStamps:
             loader.worker_init_fn, loader.collate_fn = self._init, self._collate
 
     def begin(self, worker: int) -> None:
-        """In a worker that starts."""
+        """Runs in a worker as it starts."""
         if self._init is not None:
             self._init(worker)
         info = get_worker_info()
@@ -421,7 +422,7 @@ class WorkerStamps:
         self._last = self._look()
 
     def collate(self, samples: Any) -> tuple[Any, Stamp]:
-        """In a worker, when it has the samples of a batch."""
+        """Runs in a worker, once it has the samples of a batch."""
         batch = self._collate(samples)
         info = get_worker_info()
         assert info is not None

@@ -1,6 +1,6 @@
-"""Which rank the others wait for: measured in a rank's steps, compared, named, told.
+"""Which rank the others wait for: measured in each rank's steps, compared, named, reported.
 
-For the detector inside `Run`, and alone in other loops.
+For the detector inside `Run`, or by itself in other loops.
 Promises: scores mean the same everywhere; a report never waits for a rank that does not answer.
 Never: name a rank without saying what it cost; end a run unless the settings say so.
 """

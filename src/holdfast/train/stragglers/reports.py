@@ -1,10 +1,10 @@
-"""One rank's part in a report on stragglers: measured, sent, judged, told, acted on.
+"""One rank's part in a report on stragglers: measured, sent, judged, reported, acted on.
 
 Guarantee: a step costs a few readings of clocks, and no exchange. The ranks meet a few times in each interval
 (`LOOKS`), at the same step on all of them: rank 0 says whether a report is due and after how many steps to
 look again, and for a report each rank sends it one letter of fixed size. Both go over the group made for
-saves, whose collectives never mix with those of training. What goes wrong in a report is told and costs the
-report, never the run.
+saves, whose collectives never mix with those of training. If something goes wrong in a report, that is logged
+and costs the report, never the run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from holdfast.train.stragglers.times import DeviceTimes, GradientMark, HostTimes
 
 log = logging.getLogger("holdfast")
 
-# A rank's part in a report on stragglers as it travels: a letter that is as long for everybody.
+# A rank's part in a report on stragglers as it travels: a letter of the same length for everybody.
 
 
 LETTER = 2048
@@ -64,7 +64,7 @@ LONGEST_PLACE = 160
 
 
 def letter_of(mine: RankTimes) -> torch.Tensor:
-    """With names of bounded length; without any if they are of more bytes than characters."""
+    """Its letter, with names of bounded length; with none if their bytes still make it too long."""
     shown = msgspec.structs.replace(
         mine,
         node=mine.node[:LONGEST_PLACE],
@@ -72,7 +72,7 @@ def letter_of(mine: RankTimes) -> torch.Tensor:
         sections=_few(mine.sections),
     )
     written = msgspec.json.encode(shown)
-    if len(written) > LETTER:  # better no names than no figures
+    if len(written) > LETTER:  # better figures without names than no figures
         whole = Span(mine.arrives, mine.waits, mine.busy)
         written = msgspec.json.encode(
             msgspec.structs.replace(mine, node="", device="", sections={OTHER: whole})
@@ -84,18 +84,18 @@ def read_letter(letter: torch.Tensor, rank: int) -> RankTimes:
     try:
         return msgspec.json.decode(letter.numpy().tobytes(), type=RankTimes)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return RankTimes(rank=rank)  # without steps: a report that says nothing
+        return RankTimes(rank=rank)  # without steps it says nothing
 
 
 def padded(written: bytes) -> torch.Tensor:
-    """As many bytes for everybody; spaces after JSON mean nothing."""
+    """Padded to the same length for everybody; spaces after JSON mean nothing."""
     if len(written) > LETTER:
         raise ValueError(f"a letter of {len(written)} bytes is longer than {LETTER}, which all ranks expect")
     return torch.frombuffer(bytearray(written.ljust(LETTER)), dtype=torch.uint8)
 
 
 def _few(sections: dict[str, Span]) -> dict[str, Span]:
-    """At most so many sections, under names of bounded length; the smallest are counted as `other`."""
+    """At most MOST_SECTIONS sections, under names of bounded length; the smallest count as `other`."""
     shown: dict[str, Span] = {}
     order = sorted(sections, key=lambda name: (name in (INPUT, COMPUTE, OTHER), sections[name].own))
     for at, name in enumerate(reversed(order)):
@@ -117,7 +117,7 @@ def _sum(one: Span, other: Span) -> Span:
 
 
 MOST_ROWS = 512
-"""Ranks that are listed one by one; of more, each node's slowest stands for it."""
+"""Most ranks that are listed one by one; if there are more, each node's slowest stands for the node."""
 
 
 def event_of(
@@ -161,8 +161,8 @@ def found_event(fate: Fate, step: int) -> StragglerFound:
 
 
 class Tally:
-    """What slow ranks have cost in this attempt, and when to say so again: after 3 more reports, then after 4
-    times as many as before, so that a run of a year says it a dozen times."""
+    """What slow ranks have cost in this attempt, and when to say so again: after 3 more reports, then each
+    time after 4 times as many as before, so that a run of a year says it a dozen times."""
 
     def __init__(self) -> None:
         self._waited: dict[str, float] = {}
@@ -179,7 +179,7 @@ class Tally:
         self._reports = {key: 1 if key in fresh else self._reports.get(key, 0) + 1 for key in self._named}
 
     def so_far(self, named: Named) -> str:
-        """The end of a sentence about it; empty where nothing was measured."""
+        """The end of a sentence about it; empty if nothing was measured."""
         waited = self._waited.get(named.key, 0.0)
         return f"; the others have waited {duration(waited)} for it so far" if waited else ""
 
@@ -196,11 +196,11 @@ class Tally:
 
 
 _AGAIN = frozenset(4**power for power in range(1, 16))
-"""The reports in a row that find a rank slow after which that is said again."""
+"""After these numbers of reports in a row that find a rank slow, that is said again."""
 
 
 def lines_of(finding: StragglerFinding, count: int, step: int) -> list[str]:
-    """The best and the worst scores, for the log and the terminal; each line begins alike."""
+    """The best and the worst scores, for the log and the terminal; all lines begin alike."""
     if not count or not finding.scores:
         return []
     begin = f"straggler scores at step {step} (1.00 is full speed):"
@@ -215,8 +215,8 @@ def lines_of(finding: StragglerFinding, count: int, step: int) -> list[str]:
         shown = ", ".join(_shown(one) for one in scores)
         lines.append(f"{begin} {what} of {plural(ranks, 'rank')}: {shown}")
     if finding.group_slower:
-        told = "most ranks are slower than they were at their best, so no rank can be named for it"
-        lines.append(f"{begin} {told}")
+        why = "most ranks are slower than they were at their best, so no rank can be named for it"
+        lines.append(f"{begin} {why}")
     return lines
 
 
@@ -252,7 +252,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-# What is done about ranks that are named: all are told, and about one of them more is done.
+# What is done about ranks that are named: all are reported, and one of them may be acted on.
 
 
 TOLD, STOP, EXCLUDE = "told", "stop", "exclude"
@@ -263,7 +263,7 @@ def to_the_log(line: str) -> None:
 
 
 def to_the_terminal(line: str) -> None:
-    """Where nobody has set up logging, a line of level INFO would reach nobody."""
+    """If nobody has set up logging, a line of level INFO would reach nobody: so print it."""
     if log.isEnabledFor(logging.INFO) and is_taken(log):
         to_the_log(line)
     else:
@@ -271,7 +271,7 @@ def to_the_terminal(line: str) -> None:
 
 
 class Fate(msgspec.Struct, frozen=True):
-    """What comes of one that is named."""
+    """What comes of a rank or node that is named."""
 
     named: Named
     then: str
@@ -284,14 +284,14 @@ class Actions(msgspec.Struct, frozen=True, kw_only=True):
 
     tell: Callable[[Event], None]
     say: Callable[[str], None] = to_the_log
-    """A line for people, without a warning in it."""
+    """Shows people a line that is not a warning."""
     stop: Callable[[str], None] | None = None
     exclude: Callable[[Named, int], None] | None = None
     why_not: Callable[[Named], str] | None = None
     """Why this one is not to be excluded; empty if it is."""
 
     def fates(self, fresh: Sequence[Named]) -> list[Fate]:
-        """In the order given. With the next attempt everything is measured anew, so one is enough."""
+        """In the order given. The next attempt measures everything anew, so acting on one is enough."""
         then = EXCLUDE if self.exclude is not None else STOP if self.stop is not None else TOLD
         refused = [self.why_not(one) if then == EXCLUDE and self.why_not else "" for one in fresh]
         free = [one for one, why in zip(fresh, refused, strict=True) if not why]
@@ -300,17 +300,17 @@ class Actions(msgspec.Struct, frozen=True, kw_only=True):
         for one, why in zip(fresh, refused, strict=True):
             if then == EXCLUDE and worst is not None and one is not worst:
                 why = why or f"one at a time is excluded, now {worst.key}"
-            told = f"{one.describe()}; {why}" if why else one.describe()
-            found.append(Fate(one, then if one is worst else TOLD, told))
+            reason = f"{one.describe()}; {why}" if why else one.describe()
+            found.append(Fate(one, then if one is worst else TOLD, reason))
         return found
 
 
 LOOKS = 4
-"""Times in an interval at which the ranks meet: so often it is seen that steps take longer than before."""
+"""How often in an interval the ranks meet, to see in time that steps now take longer than before."""
 WARM_UP = 4
 """First steps of an attempt, which are not measured: they compile, allocate and fill caches."""
 FIRST_LOOK = 4
-"""Steps after those at which the ranks meet for the first time."""
+"""How many steps after those the ranks meet for the first time."""
 
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
@@ -359,12 +359,12 @@ class Stragglers:
         self._hooks = before_steps(list(optimizers), self._ready)
         self._tally = Tally()
         self.finding: StragglerFinding | None = None
-        """What the last report came to; on rank 0."""
+        """What the last report concluded; on rank 0."""
 
     # --- the loop -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """The step begins, with getting its batch; right after the one before it."""
+        """The step begins, with getting its batch, right after the previous step."""
         self._spoiled = False
         self._measuring = not self._off and self._count % self._chosen.profiling_interval == 0
         if self._measuring:
@@ -373,14 +373,14 @@ class Stragglers:
     def section(
         self, name: str, around: contextlib.AbstractContextManager[None] | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """A named span of the step; `around` is entered before it and left after it."""
+        """A named span of the step, within `around`, which is entered before it and left after it."""
         return Section(self._times, name, around) if self._measuring else around or _NOTHING
 
     def input(self) -> contextlib.AbstractContextManager[None]:
         return self.section(INPUT)
 
     def around(self, function: Callable[..., T]) -> Callable[..., T]:
-        """The function as section `compute`; what comes after it is waiting, until `arrived`."""
+        """The function, timed as section `compute`; what comes after it is waiting, until `arrived`."""
         if not self._measuring:
             return function
         times, waiting = self._times, not self._alone
@@ -395,21 +395,21 @@ class Stragglers:
         return timed
 
     def arrived(self) -> None:
-        """Whatever this rank waited for is there."""
+        """Whatever this rank waited for has come."""
         if self._measuring:
             self._times.arrived()
 
     def _ready(self, optimizer: torch.optim.Optimizer, *unused: object) -> None:
-        """Whoever steps has all gradients."""
+        """An optimizer that steps has all its gradients."""
         del optimizer, unused
         self.arrived()
 
     def spoil(self) -> None:
-        """Something that is no part of training takes time in this step: do not count it."""
+        """Something that is not part of training takes time in this step: do not count the step."""
         self._spoiled = True
 
     def end_step(self) -> None:
-        """The step is complete: what follows is none of it."""
+        """The step is complete: what follows is not part of it."""
         if self._off:
             return
         if self._measuring:
@@ -422,7 +422,7 @@ class Stragglers:
             self._begin_report()
 
     def meet(self, step: int) -> StragglerFinding | None:
-        """After every step, on all ranks alike: a report, if one is due. Its result, on rank 0."""
+        """Call it after every step, on all ranks: makes a report if one is due; its result is on rank 0."""
         return self._look(step) if self._count >= self._next_look and not self._off else None
 
     def close(self) -> None:
@@ -441,8 +441,8 @@ class Stragglers:
         self._times.take()
 
     def _safely(self, what: str, step: int, work: Callable[[], T], otherwise: T) -> T:
-        """What `work` comes to, or what says nothing: a rank must not fail here and leave the others waiting
-        in an exchange for its word. The same thing that fails again is told once."""
+        """What `work` returns, or `otherwise`: a rank must not fail here and leave the others waiting for it
+        in an exchange. If the same thing fails again, that is not logged again."""
         try:
             return work()
         except Exception:
@@ -450,7 +450,7 @@ class Stragglers:
                 self._failed.add(what)
                 log.exception(
                     "holdfast: stragglers: %s failed on rank %d after step %d; this report does without it, "
-                    "training goes on, and it is not told again. The cause is below",
+                    "training goes on, and this is not logged again. The cause is below",
                     what,
                     self._group.rank,
                     step,
@@ -467,7 +467,7 @@ class Stragglers:
         return self._report(step) if due else None
 
     def _plan(self) -> list[int]:
-        """Rank 0's word: whether a report is due, steps until the next look, whether to end all this."""
+        """Rank 0's plan: whether a report is due, steps until the next look, whether to switch this off."""
         if not self._group.is_coordinator:
             return [0, 0, 0]
         if other := other_detector():
@@ -507,16 +507,16 @@ class Stragglers:
             finding = self._safely("judging the ranks", step, lambda: self._judge.judge(found), None)
         fates: list[Fate] = []
         if finding is not None:
-            self.finding = told = finding
-            fates = [Fate(one, TOLD, one.describe()) for one in told.fresh]
-            fates = self._safely("choosing", step, lambda: self._actions.fates(told.fresh), fates)
-            self._safely("telling", step, lambda: self._tell(found, told, fates, step, seconds), None)
+            self.finding = judged = finding
+            fates = [Fate(one, TOLD, one.describe()) for one in judged.fresh]
+            fates = self._safely("choosing", step, lambda: self._actions.fates(judged.fresh), fates)
+            self._safely("telling", step, lambda: self._tell(found, judged, fates, step, seconds), None)
         self._act(next((fate.named for fate in fates if fate.then != TOLD), None), step)
         return finding
 
     def _own(self) -> RankTimes:
         steps = self._times.take()
-        # Time on a core is never waiting where waiting sleeps, as it does in gloo; others may spin.
+        # Time on a core is never waiting if waiting sleeps, as it does in gloo; other backends may spin.
         no_core = self._times.on_device or not (self._alone or "gloo" in self._group.backend)
         hidden: frozenset[str] = frozenset()
         marked = self._alone or self._mark.seen > 0
@@ -569,7 +569,7 @@ class Stragglers:
             log.warning("holdfast: straggler: %s", line)
 
     def _act(self, named: Named | None, step: int) -> None:
-        """Do what was chosen on rank 0; nobody is named on the others."""
+        """Do what was chosen on rank 0; on the others `named` is None."""
         if self._actions.exclude is not None:
             written = self._safely(
                 "saying whom to exclude", step, lambda: padded(msgspec.json.encode(named)), padded(b"null")
@@ -588,7 +588,7 @@ class Stragglers:
 
 
 def refuse_another() -> None:
-    """Raise if something else in this process looks for stragglers: two would measure each other."""
+    """Raise if something else in this process looks for stragglers: the two would measure each other."""
     active = Stragglers._active() if Stragglers._active is not None else None
     other = "another Run or StragglerDetector of Holdfast" if active is not None else other_detector()
     if other:
@@ -614,11 +614,11 @@ def other_detector() -> str:
 # --- from a run's settings, and without a Run ---------------------------------------------------------------
 
 SAVED_FOR = "straggler"
-"""Reason of the save that comes before a device is left."""
+"""The reason given for the save that is made before a device is left."""
 
 
 def refuse_straggler_settings(effective: Effective, launched: LaunchInfo | None) -> None:
-    """Raise what is wrong with the settings of the detector, all of it; and if another one is at work."""
+    """Raise all that is wrong with the detector's settings; raise, too, if another detector is at work."""
     chosen, sources = effective.settings.straggler, effective.sources
     problems: list[str] = []
 
@@ -642,7 +642,7 @@ def refuse_straggler_settings(effective: Effective, launched: LaunchInfo | None)
             "them unsaved; set stop.exit_signal_handler = true",
         )
     if chosen.enabled and not (chosen.calc_relative_gpu_perf or chosen.calc_individual_gpu_perf):
-        problem("enabled", "set calc_relative_gpu_perf or calc_individual_gpu_perf, else nothing is compared")
+        problem("enabled", "nothing is compared; set calc_relative_gpu_perf or calc_individual_gpu_perf")
     if problems:
         raise ConfigError(
             "\n  ".join(["stragglers cannot be found like this; nothing was started:", *problems])
@@ -685,7 +685,7 @@ def make_stragglers(
         if asked is None:
             return ""
         return (
-            f"attempt {asked} of this launch asked to exclude it, and it is in use all the same; when a "
+            f"attempt {asked} of this launch asked to exclude it, but it is still in use; when a "
             "spare can take its place, start the run again"
         )
 
@@ -711,7 +711,7 @@ def _accused(named: Named) -> Place:
 
 
 def _asked_before(member: Membership, named: Named) -> int | None:
-    """The attempt of this launch that asked to leave a place which is in use all the same: once is enough."""
+    """The attempt of this launch that asked to exclude a place still in use: asking once is enough."""
     for number in range(member.attempt - 1, 0, -1):
         try:
             if read_attempt(member.control, number).launch != member.launch:
@@ -738,17 +738,17 @@ def _asked_before(member: Membership, named: Named) -> int | None:
 #     finding = detector.end_step()
 # detector.close()
 # ```
-# Every rank makes the same calls. `end_step` returns what a report came to, on rank 0 and only where one was
+# Every rank makes the same calls. `end_step` returns what a report concluded, on rank 0 and only if one was
 # made; the ranks it names are those that are late, never those that wait.
 
 
 EXCHANGE = 600.0
-"""Seconds that ranks wait for each other in an exchange of theirs."""
+"""Seconds that ranks wait for each other in an exchange."""
 
 
 class StragglerDetector:
     """The straggler detector by itself. The settings are those of section `straggler`, without `enabled`,
-    `stop_if_detected` and `exclude_if_detected`: what is done about a rank is the script's to say."""
+    `stop_if_detected` and `exclude_if_detected`: the script decides what is done about a rank."""
 
     def __init__(
         self,
@@ -760,7 +760,7 @@ class StragglerDetector:
         node: str = "",
         **settings: object,
     ) -> None:
-        """`models`: whose gradients show when a rank's own work is done; `optimizers`: whose step ends the
+        """`models`: their gradients show when a rank's own work is done; `optimizers`: their step ends the
         waiting for them. `device`: a CUDA device, to measure by its clock. `on_found` is called on rank 0."""
         refuse_another()
         self._chosen = _settings(settings)
@@ -781,15 +781,15 @@ class StragglerDetector:
         self._stragglers.begin_step()
 
     def section(self, name: str) -> AbstractContextManager[None]:
-        """A named span of the step. `input` and `compute` have their meaning; it should not wait for others,
-        but for `compute`, whose end may, after its last gradient."""
+        """A named span of the step. `input` and `compute` have their usual meaning. It should not wait for
+        others, except that `compute` may at its end, after its last gradient."""
         return self._stragglers.section(name)
 
     def compute(self) -> AbstractContextManager[None]:
         return self._stragglers.section(COMPUTE)
 
     def end_step(self) -> StragglerFinding | None:
-        """The step is complete. What a report came to, on rank 0, if one was due."""
+        """The step is complete. Returns what a report concluded, on rank 0, if one was due."""
         self._step += 1
         self._stragglers.end_step()
         finding = self._stragglers.meet(self._step)
@@ -800,7 +800,7 @@ class StragglerDetector:
 
     @property
     def finding(self) -> StragglerFinding | None:
-        """What the last report came to, on rank 0."""
+        """What the last report concluded, on rank 0."""
         return self._stragglers.finding
 
     def close(self) -> None:
@@ -838,5 +838,5 @@ def _settings(given: dict[str, object]) -> StragglerSettings:
 
 
 def _untold(event: Event) -> None:
-    """Without a run there is no journal."""
+    """Drops the event: without a run there is no journal."""
     del event

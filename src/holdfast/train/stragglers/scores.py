@@ -1,16 +1,15 @@
-"""Which rank the others wait for: what each rank measured in, scores and names out. Pure.
+"""Which rank the others wait for: takes what each rank measured, gives scores and names. Pure.
 
 In synchronous training every rank's step takes as long as the slowest rank's, so step times say nothing. What
 counts is how long a rank works *until it arrives* where the others wait for it: the sum of its sections' own
-time, without its waiting. The rank that is late is the one that arrives later than the others, and waits
-least.
+time, without its waiting. The late rank is the one that arrives later than the others, and waits least.
 
-Guarantee: a rank that waits for others is never named. Waiting that was seen as such does not count for it.
-Waiting that a rank could not tell from work (a collective in the middle of a section) makes all ranks arrive
-at the same time, the late one too; then no rank is later than the others, most are slower than they were, and
-nobody is named: it is only said that the group got slower. Where only some could tell, none is taken to have.
-A rank that is named was late in two of its last three reports, by more than noise, and by a part of a step
-that is worth a word.
+Guarantee: a rank that waits for others is never named. Waiting that was recognised as such does not count
+against it. Waiting that a rank could not tell from work (a collective in the middle of a section) makes all
+ranks arrive at the same time, even the late one; then no rank is later than the others, most are slower than
+they were, and nobody is named: the report only says that the group got slower. If only some ranks could tell,
+none is assumed to have. A rank that is named was late in two of its last three reports, by more than noise,
+and by a noteworthy part of a step.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from enum import StrEnum
 
 import msgspec
 
-# What a rank measures of its steps and what a report comes to: the values `stragglers.py` judges. Pure.
+# What a rank measures of its steps, and what a report concludes: the values that are judged here. Pure.
 
 
 INPUT, COMPUTE, OTHER = "input", "compute", "other"
-"""Sections that every step has: getting the batch, forward and backward, and all that has no other name."""
+"""Sections that every step has: getting the batch, forward and backward, and whatever has no other name."""
 
 
 class Span(msgspec.Struct, frozen=True):
     """One section of one rank in a report, in seconds of an average step."""
 
     own: float
-    """Until it arrived: work, input, sleep, whatever it was."""
+    """Until the rank arrived: work, input, sleep, whatever it was."""
     wait: float = 0.0
     """Known to be waiting for others."""
     busy: float | None = None
-    """That its thread had a core, which is never waiting; None where work runs on a device."""
+    """In which its thread had a core, which is never waiting; None if work runs on a device."""
 
 
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +51,7 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     noise: float = 0.0
     """Standard error of the seconds until it arrives."""
     marked: bool = True
-    """Whether it saw where its own work ended, so that waiting could be told from it."""
+    """Whether it saw where its own work ended, so that it could tell waiting from work."""
     sections: dict[str, Span] = {}
 
     @property
@@ -71,30 +70,30 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     relative: float | None = 0.7
-    """Score below which a rank is slow against the others; None: it is not compared with them."""
+    """Score below which a rank is slow compared with the others; None: no such comparison."""
     individual: float | None = 0.7
-    """The same against its own past."""
+    """The same compared with its own past."""
 
 
 class ScoreKind(StrEnum):
     COMPUTE = "compute"
     INPUT = "input"
     SECTION = "section"
-    """One that the script has named."""
+    """A section that the script has named."""
     OTHER = "other"
-    """What lies outside of all sections: the optimizer, logging."""
+    """What lies outside all sections: the optimizer, logging."""
     NODE = "node"
     """All ranks of a node."""
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's speed: 1 is as quick as the others (or as itself at its best), 0.5 takes twice as long."""
+    """A rank's speed: 1 is as fast as the others (or as itself at its best), 0.5 takes twice as long."""
 
     rank: int
     relative: float | None = None
     individual: float | None = None
     waiting: float = 0.0
-    """Part of a step that it is known to wait for others."""
+    """The part of a step in which it is known to wait for others."""
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +101,7 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: ScoreKind
     section: str
-    """Where most of the time goes, also for a node."""
+    """Where most of the time goes, for a node as well."""
     rank: int | None
     """None for a node."""
     node: str = ""
@@ -110,9 +109,9 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
     relative: float | None = None
     individual: float | None = None
     seconds: float = 0.0
-    """A step, more than the others, or than itself before."""
+    """How much longer it takes in a step than the others, or than itself before."""
     share: float = 0.0
-    """The same as a part of a step."""
+    """The same as a fraction of a step."""
 
     @property
     def key(self) -> str:
@@ -141,17 +140,17 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StragglerFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one report comes to."""
+    """What one report concludes."""
 
     scores: list[Score]
     named: list[Named] = []
     """Those that are late now, and were before."""
     fresh: list[Named] = []
-    """Those of them that were not named in the report before."""
+    """Those of them that were not named in the previous report."""
     group_slower: bool = False
-    """Most ranks are slower than they were, at once: nobody can be named for that."""
+    """Most ranks became slower at once: nobody can be named for that."""
     step: float = 0.0
-    """Seconds of a step, the median of the ranks."""
+    """Seconds of a step, the median over the ranks."""
     enough: bool = True
     """False: too few steps to say anything."""
 
@@ -163,16 +162,16 @@ class StragglerFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CAP = 4.0
-"""A step counts at most as so many usual ones: a single pause must not speak for a whole report."""
+"""A step counts as at most this many usual ones: a single pause must not speak for a whole report."""
 
 
 def summarise(
     steps: Sequence[Mapping[str, Sequence[float]]], *, hides_waits: frozenset[str] = frozenset(), device: bool
 ) -> tuple[dict[str, Span], float]:
-    """Steps of (own, wait, busy) seconds by section as their mean, and the standard error of the arrival.
+    """The mean of steps of (own, wait, busy) seconds by section, and the standard error of the arrival.
 
-    `hides_waits`: sections in which waiting could not be told from work; there only the time counts in which
-    the thread had a core. With `device` nobody knows that time.
+    `hides_waits`: sections in which waiting could not be told from work; in these, only the time in which the
+    thread had a core counts. With `device`, nobody knows that time.
     """
     if not steps:
         return {}, 0.0
@@ -200,8 +199,8 @@ def summarise(
 
 
 def alike(ranks: Sequence[RankTimes]) -> list[RankTimes]:
-    """The ranks as they can be compared. Where some could tell waiting from work and others could not, nobody
-    is taken to have: what counts in a section with waiting is the time on a core, or, where nobody knows
+    """The ranks in a form that can be compared. If some could tell waiting from work and others could not,
+    none is assumed to have: what counts in a section with waiting is the time on a core, or, if nobody knows
     that, all of it, which is the same for everybody."""
     if len({one.marked for one in ranks if one.steps}) < 2:
         return list(ranks)
@@ -233,28 +232,28 @@ def _seconds(value: float) -> str:
 
 
 MATTERS = 0.1
-"""Part of a step that a rank must cost the others before it is worth a name."""
+"""Part of a step that a rank must cost the others before it is worth naming."""
 LEAST = 1e-4
-"""Seconds of a step below which clocks and schedulers are all there is to see."""
+"""Seconds of a step below which there is nothing to see but clocks and schedulers."""
 NOISES = 4.0
-"""How many standard errors of a rank's own mean are not noise any more."""
+"""How many standard errors of a rank's own mean are more than noise."""
 SPREADS = 4.0
-"""The same in spreads of the ranks around their median, where there are enough of them to have one."""
+"""The same in spreads of the ranks around their median, if there are enough ranks for a spread."""
 ENOUGH_RANKS = 5
 ENOUGH_STEPS = 8
-"""Steps without which a report says nothing."""
+"""How many steps it takes for a report to say anything."""
 LOOK_BACK, LATE = 3, 2
-"""So many of a rank's last reports must find it late."""
+"""LATE of a rank's last LOOK_BACK reports must find it late."""
 LOWS = 20
-"""Of a rank's past only its best reports are kept, so many."""
+"""How many of a rank's past reports, the best, are kept."""
 NODE_SHARE = 0.8
-"""Part of a node's ranks that must be slow for it to be the node."""
+"""Part of a node's ranks that must be slow for the node to be the cause."""
 CONTRADICTS = 0.02
 """Part of a step by which a rank that burns more CPU may arrive before the others and still be late."""
 
 
 class StragglerJudge:
-    """Judges the reports of one attempt in their order. Keeps what was, and nothing else."""
+    """Judges the reports of one attempt in order. Keeps their past, and nothing else."""
 
     def __init__(self, limits: ScoreLimits) -> None:
         self._limits = limits
@@ -265,7 +264,7 @@ class StragglerJudge:
 
     def judge(self, report: Sequence[RankTimes]) -> StragglerFinding:
         ranks = sorted(alike(report), key=lambda one: one.rank)
-        # What counts as arriving depends on who could tell waiting from work: best is best of its like.
+        # What counts as arriving depends on who could tell waiting from work: compare only like with like.
         self._past = self._pasts.setdefault(frozenset(one.marked for one in ranks if one.steps), {})
         step = _median([one.arrives + one.waits for one in ranks])
         individual = {one.rank: self._individual(one) for one in ranks}
@@ -311,7 +310,7 @@ class StragglerJudge:
         return past.best if past is not None else None
 
     def _group_slower(self, scores: Iterable[float | None]) -> bool:
-        """Whether most ranks lost speed at once. Half the way to the threshold is enough for that."""
+        """Whether most ranks lost speed at once. Halfway to the threshold is enough for that."""
         known = [score for score in scores if score is not None]
         if len(known) < 2 or self._limits.individual is None:
             return False
@@ -340,7 +339,7 @@ class StragglerJudge:
     def _slower_than_before(
         self, one: RankTimes, step: float, score: float | None, compared: _Compared
     ) -> Named | None:
-        """Against its own best; a rank that is not behind the others holds nobody up."""
+        """Compares with its own best, unless it is not behind the others: then it holds nobody up."""
         limit, best = self._limits.individual, self._best(one.rank)
         if limit is None or best is None or score is None or score >= limit:
             return None
@@ -356,7 +355,7 @@ class StragglerJudge:
         return _named(one, section, more, step, individual=score)
 
     def _late_nodes(self, ranks: Sequence[RankTimes], step: float) -> list[Named]:
-        """Nodes of which (nearly) all ranks are late, against the other nodes."""
+        """Nodes on which (nearly) all ranks are late, compared with the other nodes."""
         limit = self._limits.relative
         by_node: dict[str, list[RankTimes]] = {}
         for one in ranks:
@@ -406,12 +405,12 @@ class _Past:
 
     @property
     def best(self) -> float:
-        """Of many reports not the very best, which was luck."""
+        """The best report; of many reports, not the very best, which was luck."""
         return self._lows[min(self._count // 10, len(self._lows) - 1)]
 
 
 class _Others:
-    """The median of all values but one, without sorting anew for each."""
+    """The median of all values but one, without sorting them anew for each."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._sorted = sorted(values)
@@ -452,7 +451,7 @@ class _Compared:
         return one.arrives - self.others(one)
 
     def where(self, one: RankTimes) -> str:
-        """The section in which it loses most against the others."""
+        """The section in which it loses most compared with the others."""
         return max(self._sections, key=lambda name: self._excess(one, name), default=OTHER)
 
     def late(self, one: RankTimes, step: float, limit: float) -> Named | None:
@@ -471,7 +470,7 @@ class _Compared:
         return self._burns(one, step, limit, behind, max(worth, noise))
 
     def _burns(self, one: RankTimes, step: float, limit: float, behind: float, least: float) -> Named | None:
-        """Work that is more than the others', though waiting could not be told from it."""
+        """A rank that works more than the others, although waiting could not be told from work."""
         if self._busy is None or one.busy is None or behind < -CONTRADICTS * step:
             return None
         others = self._busy.median(one.busy)

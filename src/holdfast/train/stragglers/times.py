@@ -1,11 +1,11 @@
-"""Seconds of a step by section: a rank's own, and those that it is known to wait for others.
+"""Seconds of a step by section: a rank's own, and those in which it is known to wait for others.
 
 Guarantee: measuring never waits for a device, and no time is counted twice. At any moment exactly one
 section's clock runs, the innermost open one's, either as its own time or as waiting.
 
-On the host it is the wall clock, and beside it the time in which the thread had a core. On CUDA it is the
-device's clock: an event is recorded on the current stream wherever a section changes, and read when it has
-been passed. So a section costs there what the device could not hide behind other work: input that is ready
+On the host that is the wall clock, and beside it the time in which the thread had a core. On CUDA it is the
+device's clock: an event is recorded on the current stream wherever a section changes, and read once it has
+been passed. So a section there costs what the device could not hide behind other work: input that is ready
 before the device is costs nothing.
 """
 
@@ -25,22 +25,22 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast.train.stragglers.scores import OTHER
 
-# Finds the moment of a backward at which a rank's own work is done: when its last gradient is there.
+# Finds the moment of a backward at which a rank's own work is done: when its last gradient is ready.
 #
-# Where gradients are reduced by torch's DDP, or by hand after the backward, what comes after the last
-# gradient is waiting for the others. A hook on that one parameter tells; which one it is shows in the first
-# steps, in which all parameters have a hook. A model whose gradients come another way (FSDP reduces its own)
-# shows none, and where the last one is another every time there is no mark.
+# If gradients are reduced by torch's DDP, or by hand after the backward, what comes after the last gradient
+# is waiting for the others. A hook on that one parameter reveals the moment; the first steps, in which all
+# parameters have a hook, show which parameter it is. A model whose gradients come another way (FSDP reduces
+# its own) shows none, and if the last one differs every time, there is no mark.
 
 
 AGREE = 2
-"""Steps in a row that must end with the same parameter."""
+"""How many steps in a row must end with the same parameter."""
 MOST_TRIES = 8
-"""Steps after which it is given up: they end differently every time, and a wrong mark is worse than none."""
+"""Steps before giving up: if they end differently every time, a wrong mark is worse than none."""
 
 
 class GradientMark:
-    """Calls `told` when the last gradient of a step's backward is there."""
+    """Calls `told` when the last gradient of a step's backward is ready."""
 
     def __init__(self, models: Iterable[nn.Module], told: Callable[[], None]) -> None:
         self._told = told
@@ -53,7 +53,7 @@ class GradientMark:
         self._same = self._tries = 0
         self._settled = False
         self.seen = 0
-        """Times that it was told since this was last set to 0."""
+        """How often the mark was seen since this was last set to 0."""
         self._look_for_it()
 
     def end_step(self) -> None:
@@ -71,7 +71,7 @@ class GradientMark:
             self._hooks = [_hook(self._parameters[self._before], self._mark)]
 
     def look_again(self) -> None:
-        """It was not seen any more, or never: the model's last gradient may be another one now."""
+        """The mark is no longer seen, or never was: the model's last gradient may be another one now."""
         if self._settled:
             self.close()
             self._settled = False
@@ -107,9 +107,9 @@ Step = dict[str, list[float]]
 """Own, waiting and busy seconds by section."""
 
 MOST_STEPS = 4096
-"""Steps kept for one report; of more, every second one is left out, again and again."""
+"""Most steps kept for one report; if there are more, every second one is dropped, again and again."""
 MOST_PENDING = 512
-"""Steps whose events may be unread; older ones are given up."""
+"""Most steps whose events may be unread; older ones are given up."""
 
 
 class Times(Protocol):
@@ -122,12 +122,12 @@ class Times(Protocol):
     def enter(self, section: str) -> None: ...
 
     def leave(self, *, waiting: bool = False) -> None:
-        """Back to the section around it; `waiting`: what comes now is waiting, until `arrived`."""
+        """Return to the section around it; `waiting`: what follows is waiting, until `arrived`."""
         ...
 
     def mark(self) -> None:
-        """This rank's own work is done: it waits, until the section ends or something begins. Said again in
-        one section (several backwards), what came before was work, and only the rest is waiting."""
+        """This rank's own work is done: it waits, until the section ends or something begins. If called again
+        in the same section (several backwards), what came before was work, and only the rest is waiting."""
         ...
 
     def arrived(self) -> None:
@@ -199,7 +199,7 @@ class HostTimes:
     def end(self) -> None:
         self._switch(OTHER, 0)
         self._kept.add(self._step)
-        self._step = {}  # what is timed between two steps belongs to none
+        self._step = {}  # what is timed between two steps belongs to neither
 
     def take(self) -> list[Step]:
         return self._kept.take()
@@ -225,12 +225,12 @@ class _Passing:
 
 
 def _passed(step: Sequence[_Passing]) -> bool:
-    """Whether the device is past all of it; a section may have been on another stream than the step's end."""
+    """Whether the device is past all of it; a section may run on a different stream from the step's end."""
     return all(passing.event.query() for passing in reversed(step))  # type: ignore[no-untyped-call]
 
 
 class DeviceTimes:
-    """By the device's clock, through events. Reading them is put off until the device is past them."""
+    """By the device's clock, through events. They are read only once the device is past them."""
 
     on_device = True
 
@@ -292,7 +292,7 @@ class DeviceTimes:
             times: Step = {}
             for here, after in itertools.pairwise(step):
                 spent = times.setdefault(here.section, [0.0, 0.0, 0.0])
-                # Of two streams the later event may have been passed first: then nothing was waited for.
+                # On two streams the later event may have been passed first: then there was no waiting.
                 spent[here.part] += max(0.0, here.event.elapsed_time(after.event)) / 1000
             self._kept.add(times)
             self._give_back(step)
@@ -304,7 +304,7 @@ class DeviceTimes:
 
 
 class Section:
-    """`with` for one section, and for what else is to be done around it; cheaper than a generator."""
+    """A `with` block for one section, and whatever else is to go around it; cheaper than a generator."""
 
     __slots__ = ("_around", "_name", "_times")
 
