@@ -196,7 +196,7 @@ def episode(history: Sequence[PastAttempt], forgiven: int = 0) -> list[PastAttem
 
 def _moved(history: Sequence[PastAttempt]) -> set[int]:
     """The attempts that made progress: they got further than any before them or, once somebody has sent the
-    run elsewhere, further than any since. Going back by recovery's own decision does not count as being sent."""
+    run elsewhere, further than any since. Being sent back by recovery's own decision does not count."""
     found: set[int] = set()
     best, reached, sent = 0, 0, False
     for _, attempt in _pairs(history):

@@ -348,7 +348,7 @@ def _error_class(end: WorkerEnd) -> str:
 def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
     """First what the kernel says, then codes that mean one thing, then the configuration, then exceptions.
 
-    If none of this matches, the cause is the job if the class of the exception says so, and unknown otherwise.
+    If none of this matches, the cause is the job if the class of the exception says so, else unknown.
     """
     code = end.exit_code
     if code > 128 and code - 128 in signal.valid_signals():

@@ -161,10 +161,8 @@ MOST_HANDED_ON = 200
 
 
 def blamed(errors: Sequence[Raised]) -> str:
-    """The line to look at first: the user's own line that the innermost possible exception came from, else the
-    first line known, from the outermost exception on.
-
-    Empty if none is known.
+    """The line to look at first: the user's own that the innermost exception with such a line came from, else
+    the first line known, from the outermost exception on. Empty if none is known.
     """
     theirs = (one.where for one in reversed(errors) if is_users_place(one.where))
     return next(theirs, "") or next((one.where for one in errors if one.where), "")
@@ -377,7 +375,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     entered: int
     """The number of the last collective that it entered; 0 if none."""
     name: str = ""
-    """The name of the collective that it waits in, or else of the last one; empty if only a number is known."""
+    """The name of the collective that it waits in, or else of the last; empty if only numbers are known."""
     waits_in: int = 0
     """The number of the first collective that it entered and that is not done; 0 if none is known."""
     members: tuple[int, ...] = ()
