@@ -210,7 +210,7 @@ def _within(nodes: Sequence[NodeDevices]) -> bool:
 
 
 def _from(devices: Sequence[str], inner: int) -> list[str]:
-    """The devices from a later one on. Only 0 gives the plain order, even on a node that has fewer devices."""
+    """The devices from a later one on. Only 0 gives the plain order, even on a node with fewer devices."""
     if inner and len(devices) > 1:
         inner = 1 + (inner - 1) % (len(devices) - 1)
     else:
