@@ -219,7 +219,7 @@ _BY_CODE = {
     ExitCode.PAUSED_TOO_LONG: Side.OPERATOR,
 }
 _BY_VERDICT = {REPRODUCIBLE: Side.DATA, DEVICE: Side.INFRASTRUCTURE}
-"""A step that fails alike on any device is the data's fault; a fault that follows a device is the device's."""
+"""A step that fails alike on any device is the data's fault; one that follows a device is the device's."""
 _INTERRUPTED = 128 + 2
 
 
