@@ -250,7 +250,7 @@ def choose_interval(costs: Costs, mtbf_source: str = "given", *, at_most: int | 
 
 
 def concerns(steps: int, costs: Costs) -> dict[str, str]:
-    """What is wrong with saving every `steps` steps, whoever chose that: a word and a text for each problem."""
+    """What is wrong with saving every `steps` steps, whoever chose that: by a word for it, the text."""
     costs = costs.sane()
     seconds = steps * costs.step
     every = f"the interval of {plural(steps, 'step')} ({duration(seconds)})"

@@ -241,9 +241,7 @@ def judge_replay(
         where = _named(old)
         told = f"rank {one.rank} failed step {rerun.step} on {where}"
         if place is None:
-            findings.append(
-                _transient(old, f"{told}; that rank no longer exists, and the step passes")
-            )
+            findings.append(_transient(old, f"{told}; that rank no longer exists, and the step passes"))
         elif same.get(one.rank) is None:
             findings.append(_transient(old, f"{told}, from a state that is not known, and passes now"))
         elif not same[one.rank]:
