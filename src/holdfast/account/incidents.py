@@ -114,7 +114,7 @@ def bad_copies(body: Resumed) -> list[str]:
 
 
 def investigations(incidents: Sequence[Incident]) -> list[list[Incident]]:
-    """Incidents that belong together: bad results whose cause is still sought, up to the one that names it."""
+    """Incidents that belong together: bad results whose cause is sought, up to the one that names it."""
     together: list[list[Incident]] = []
     for incident in incidents:
         before, account = together[-1][-1].account if together else None, incident.account
@@ -300,7 +300,7 @@ def _what(attempt: JournalledAttempt) -> str:
 
 
 def _evidence(attempt: JournalledAttempt, after: JournalledAttempt | None) -> list[str]:
-    """What recovery's decision rested on, what the journal adds to that, and why higher rungs were not used."""
+    """What recovery rested on, what the journal adds to that, and why higher rungs were not used."""
     if attempt.account is not None:
         root = _root(attempt)
         process = [f"rank {root.rank} was process {root.pid} on {root.node}"] if root is not None else []

@@ -250,7 +250,7 @@ def choose_interval(costs: Costs, mtbf_source: str = "given", *, at_most: int | 
 
 
 def concerns(steps: int, costs: Costs) -> dict[str, str]:
-    """What is wrong with saving every `steps` steps, whoever chose that: by a word for it, the text."""
+    """What is wrong with saving every `steps` steps, whoever chose that: a text for each, under a keyword."""
     costs = costs.sane()
     seconds = steps * costs.step
     every = f"the interval of {plural(steps, 'step')} ({duration(seconds)})"
