@@ -493,7 +493,7 @@ def is_here(holder: Holder) -> bool:
 
 
 def is_gone(holder: Holder) -> bool:
-    """True only if the holder is known to be dead; False if it is alive, or that cannot be known from here."""
+    """True only if the holder is known to be dead; False if it is alive, or if that cannot be known here."""
     if not is_here(holder) or holder.pid <= 0:
         return False
     try:

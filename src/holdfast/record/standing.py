@@ -210,7 +210,7 @@ class StandingBook:
             log.warning("holdfast: %s", problem)
 
     def publish(self, fence: Fence, checkpoint: str) -> str:
-        """Make sure that its newest judgement is recorded beside it too. Returns why if that is impossible."""
+        """Make sure that its newest judgement is recorded beside it too. Returns why if that failed."""
         name = _NAME.fullmatch(checkpoint)
         judged = newest([word for word in self._own(_id_of(checkpoint)) if word.standing in JUDGED])
         if name is None or judged is None or judged.path is None:
