@@ -205,8 +205,8 @@ def _what(
         saving = cut_off is not None and cut_off.step == failed.last_step
         return _ended(root, f" while step {failed.last_step} was being saved" if saving else when)
     if lost:
-        told = printable(lost[0].detail.removeprefix(f"node {lost[0].node} was lost: "), MESSAGE_LIMIT)
-        return f"was lost{when}{f': {told}' if told else ''}"
+        loss = printable(lost[0].detail.removeprefix(f"node {lost[0].node} was lost: "), MESSAGE_LIMIT)
+        return f"was lost{when}{f': {loss}' if loss else ''}"
     if hang is not None:
         inside = "" if hang.section == STEP else f", {printable(activity(hang.section, hang.exiting))}"
         long = f" for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)" if hang.limit else inside
@@ -589,14 +589,14 @@ def account_of_lost_store(
     attempt: int, node: str, error: str, step: int | None, saved: int | None
 ) -> Account:
     """The account of a node that has no other node left to decide with."""
-    tried = error.partition("(")[2].partition(")")[0] or error
+    addresses = error.partition("(")[2].partition(")")[0] or error
     return Account(
         attempt=attempt,
         cause=Cause.INFRASTRUCTURE,
         who="the host of the store that the nodes meet in",
         what=f"was lost{_in(step)}, as node {printable(node)} sees it",
         why=[
-            f"every address that the nodes could meet at was tried: {printable(tried)}",
+            f"every address that the nodes could meet at was tried: {printable(addresses)}",
             "its machine or its launcher is gone, or the network to it",
         ],
         done="ended all workers here: without the store the nodes cannot agree on anything",

@@ -108,8 +108,8 @@ def verdict_on(body: StandingChanged) -> str:
 def bad_copies(body: Resumed) -> list[str]:
     """Each bad copy of what was loaded, and what was used instead."""
     return [
-        printable(f"a copy of the checkpoint at step {body.step} was bad and is not used again: {told}")
-        for told in body.bad_copies
+        printable(f"a copy of the checkpoint at step {body.step} was bad and is not used again: {copy}")
+        for copy in body.bad_copies
     ]
 
 
@@ -177,11 +177,11 @@ _ORIGIN = re.compile(
 def done_of(account: Account, resumed: int | None) -> str:
     """What was done, as it turned out. `resumed`: the step that the run went on from in the end, None while
     that is not known. The intended checkpoint may have been refused since, or a later one completed."""
-    told = _ORIGIN.search(account.done)
-    if resumed is None or account.ends or account.step is None or told is None:
+    origin = _ORIGIN.search(account.done)
+    if resumed is None or account.ends or account.step is None or origin is None:
         return account.done
-    meant = int(told["step"] or 0)
-    if resumed > account.step or (resumed == meant and not told["open"]):
+    meant = int(origin["step"] or 0)
+    if resumed > account.step or (resumed == meant and not origin["open"]):
         return account.done  # what lies beyond the last step was asked for, and is not part of this incident
     where = f"from step {resumed}" if resumed else "from the beginning"
     if resumed < meant:
@@ -190,7 +190,7 @@ def done_of(account: Account, resumed: int | None) -> str:
         where += ", whose save was completed meanwhile"
     redo = max(0, account.step - resumed)
     left = plural(redo, "step") if redo else "nothing"
-    return f"{account.done[: told.start()]}{where}: {left} to redo{account.done[told.end() :]}"
+    return f"{account.done[: origin.start()]}{where}: {left} to redo{account.done[origin.end() :]}"
 
 
 def _since(attempt: JournalledAttempt, seen: float) -> float:

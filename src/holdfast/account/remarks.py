@@ -100,7 +100,7 @@ def answers_of(remark: Remark) -> list[tuple[str, str]]:
 
 def remarks_of(lines: Sequence[JournalLine], incidents: Sequence[Incident] = ()) -> list[Remark]:
     """Everything of that sort, oldest first. `incidents`: refusals that these mention are not repeated."""
-    told = {text.partition(":")[0] for incident in incidents for text in incident.refused}
+    refused = {text.partition(":")[0] for incident in incidents for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
     slow: dict[str, StragglerFound] = {}
@@ -111,7 +111,7 @@ def remarks_of(lines: Sequence[JournalLine], incidents: Sequence[Incident] = ())
             first_drop = first_drop or line
             dropped.setdefault(body.step, body)
             continue
-        remark = _of(lines, index, told)
+        remark = _of(lines, index, refused)
         if remark is None:
             continue
         remark.attempt = line.attempt

@@ -56,7 +56,7 @@ class CauseBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to vary something before repeating."""
     per_window: int = 0
     window: float = 0.0
-    """At most so many restarts in so many seconds; 0 means no such limit."""
+    """At most this many restarts within this many seconds; 0 means no such limit."""
     why: str
 
 

@@ -290,8 +290,8 @@ def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:
 
 def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
     if end.left:
-        told = f"rank {end.rank} left with exit code 0 before its peers"
-        return Diagnosis(cause=Cause.JOB, message=told, root_rank=end.rank)
+        message = f"rank {end.rank} left with exit code 0 before its peers"
+        return Diagnosis(cause=Cause.JOB, message=message, root_rank=end.rank)
     same = _same_ranks(end, evidence)
     alike = _alike(end, evidence, same)
     found = _classify_end(end, evidence.causes)
@@ -314,8 +314,8 @@ def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
 
 
 def _same_ranks(root: WorkerEnd, evidence: Evidence) -> int:
-    told = (root.exit_code, comparable(root.message))
-    return sum((end.exit_code, comparable(end.message)) == told for end in evidence.ends)
+    root_error = (root.exit_code, comparable(root.message))
+    return sum((end.exit_code, comparable(end.message)) == root_error for end in evidence.ends)
 
 
 def _alike(root: WorkerEnd, evidence: Evidence, same: int) -> bool:
@@ -366,11 +366,11 @@ def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
         for cause, pattern in added:
             if re.search(pattern, text, re.IGNORECASE):
                 return Found(Cause(cause))
-    told = [one for link in chain if (one := found_in(link)) is not None]
+    classified = [one for link in chain if (one := found_in(link)) is not None]
     if any(is_of_fabric(in_words(link)) for link in chain):
         return Found(Cause.INFRASTRUCTURE)
-    if told:
-        return next((one for one in told if one.cause is not Cause.UNKNOWN), told[0])
+    if classified:
+        return next((one for one in classified if one.cause is not Cause.UNKNOWN), classified[0])
     raised = bool(end.errors) or bool(end.message and not end.heard)
     if code > 0 and (code == ExitCode.USAGE or (raised and is_own(chain[0]))):
         return Found(Cause.JOB)

@@ -322,25 +322,25 @@ class _Case:
         )
         found = judge(question)
         self._evidence += found.evidence
-        told = msgspec.structs.asdict(found.findings)
-        del told["avoid"]  # it is added to what is avoided already
-        told |= {"readmit": found.readmit, "grounds": found.evidence}
+        more = msgspec.structs.asdict(found.findings)
+        del more["avoid"]  # it is added to what is avoided already
+        more |= {"readmit": found.readmit, "grounds": found.evidence}
         if found.action is Action.STOP:
-            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, found.reason, **told)
+            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, found.reason, **more)
         spent = self._budget_spent()
         if spent is not None:
             # What was found out is kept, and so is what was going to be done: the next launch begins with it.
-            told |= {"exclude": found.exclude, "avoid": sorted({*self._tried.avoid, *found.findings.avoid})}
-            told["rotate_by"] = self._failed.rotation if found.rotate_by is None else found.rotate_by
+            more |= {"exclude": found.exclude, "avoid": sorted({*self._tried.avoid, *found.findings.avoid})}
+            more["rotate_by"] = self._failed.rotation if found.rotate_by is None else found.rotate_by
             times = sum(one.rejection is not None for one in self._episode)
             if not found.findings.verdict and times < 2:
-                return msgspec.structs.replace(spent, **told)
+                return msgspec.structs.replace(spent, **more)
             why = f"{found.reason}; but {spent.reason}"
-            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, why, **told)
+            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, why, **more)
         chosen = found.found or self._fit
         shift, keep, avoid = found.rotate_by, found.exclude, found.findings.avoid
         decision = self._go(found.action, found.reason, chosen, rotate_by=shift, exclude=keep, avoid=avoid)
-        decision = msgspec.structs.replace(decision, **told)
+        decision = msgspec.structs.replace(decision, **more)
         short = self._too_few_nodes() if chosen.missing else None
         if short is None or short.action is not Action.WAIT:
             return short or decision

@@ -110,13 +110,13 @@ def does_not_fit(grace: Grace, save: float | None) -> bool:
 
 def say_grace(grace: Grace, save: float | None) -> str:
     """For the start of an attempt: what a stop by the scheduler leaves, and whether a save fits."""
-    told = f"Slurm leaves {grace.seconds:g} s from SIGTERM to SIGKILL ({grace.why}) when it preempts the job"
+    rule = f"Slurm leaves {grace.seconds:g} s from SIGTERM to SIGKILL ({grace.why}) when it preempts the job"
     if save is None:
-        return f"{told}; no save was measured yet"
+        return f"{rule}; no save was measured yet"
     if not does_not_fit(grace, save):
-        return f"{told}; the last save took {save:.1f} s and fits"
+        return f"{rule}; the last save took {save:.1f} s and fits"
     return (
-        f"{told}, and the last save took {save:.1f} s: it does not fit, and such an end costs the steps "
+        f"{rule}, and the last save took {save:.1f} s: it does not fit, and such an end costs the steps "
         "since the save before. Ask for a GraceTime, save more often, or save to the local tier"
     )
 
@@ -180,7 +180,7 @@ def leaves(*, leads: bool, elastic: bool) -> bool:
 
 
 def goes_on(nodes: int, leaving: int, *, without_leader: bool, min_nodes: int) -> bool:
-    """Whether a group of so many nodes goes on when some leave."""
+    """Whether a group of this many nodes goes on when some leave."""
     return not without_leader and nodes - leaving >= min_nodes
 
 

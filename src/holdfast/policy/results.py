@@ -19,7 +19,7 @@ from holdfast.policy.trial import LOOK_BACK
 
 # Which losses are rejected, and why. Pure.
 #
-# Guarantee: NaN and the infinities are always told from numbers. A spike or an outlier is reported only
+# Guarantee: NaN and the infinities are always told apart from numbers. A spike or an outlier is reported only
 # upwards, only for a finite loss, and only after `ENOUGH` accepted ones; a rejected loss never affects what
 # the next loss is compared with.
 #
@@ -468,7 +468,7 @@ class Findings(Orders, frozen=True, kw_only=True):
     """
 
     verdict: str = ""
-    """On a rejected step: device or reproducible; empty if there is none yet."""
+    """The verdict on a rejected step: device or reproducible; empty if there is none yet."""
     suspect: list[str] = []
     acquit: list[str] = []
     """Checkpoints that are made suspect, or cleared, before the next attempt begins."""
@@ -519,13 +519,13 @@ def batch_in_words(window: Window | None, samples: Mapping[int, Sequence[int]], 
     first, last = window.first + 1, window.last + 1
     which = f"batch {first}" if first == last else f"batches {first}–{last}"
     where = f"{which} of epoch {window.epoch + 1}"
-    told = [(rank, in_short(indices)) for rank, indices in sorted(samples.items()) if indices]
-    if not told:
+    bad = [(rank, in_short(indices)) for rank, indices in sorted(samples.items()) if indices]
+    if not bad:
         return where
     if world == 1:
-        return f"{where} ({_samples(samples[told[0][0]])} {told[0][1]})"
-    each = [f"{_samples(samples[rank])} {text} on rank {rank}" for rank, text in told[:NAMED]]
-    more = f"; and on {len(told) - NAMED} more" if len(told) > NAMED else ""
+        return f"{where} ({_samples(samples[bad[0][0]])} {bad[0][1]})"
+    each = [f"{_samples(samples[rank])} {text} on rank {rank}" for rank, text in bad[:NAMED]]
+    more = f"; and on {len(bad) - NAMED} more" if len(bad) > NAMED else ""
     return f"{where} ({'; '.join(each)}{more})"
 
 

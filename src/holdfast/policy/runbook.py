@@ -257,8 +257,10 @@ def classify(facts: Facts) -> Finding:
         return Finding(stage=Stage.CLASSIFY, mark=mark, text=text, evidence=held)
     meaning, remedy = MEANINGS[ExitCode(facts.decided_code)]
     if facts.forgiven:
-        told = [f"the stop with code {facts.decided_code} is forgiven: an operator reset the budget after it"]
-        return Finding(stage=Stage.CLASSIFY, mark=StageMark.NOTE, text=text, evidence=told)
+        forgiven = [
+            f"the stop with code {facts.decided_code} is forgiven: an operator reset the budget after it"
+        ]
+        return Finding(stage=Stage.CLASSIFY, mark=StageMark.NOTE, text=text, evidence=forgiven)
     return Finding(
         stage=Stage.CLASSIFY,
         mark=StageMark.PROBLEM,
@@ -277,7 +279,7 @@ def _at(facts: Facts) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """That of the first finding that stands in the way; that somebody holds the run outranks all others."""
+    """The code of the first finding that stands in the way; "somebody holds the run" outranks all others."""
     codes = [finding.code for finding in findings if finding.code]
     return int(ExitCode.RUN_IS_LIVE) if ExitCode.RUN_IS_LIVE in codes else next(iter(codes), 0)
 
@@ -360,12 +362,12 @@ def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[li
             places.setdefault((one.node, one.device), []).append(one)
     drains: list[NodeDrain] = []
     looked: list[str] = []
-    for (node, device), told in sorted(places.items(), key=lambda item: (item[0][0], item[0][1] or "")):
-        reason = next((one.why for one in told if one.sure), told[-1].why)
+    for (node, device), known in sorted(places.items(), key=lambda item: (item[0][0], item[0][1] or "")):
+        reason = next((one.why for one in known if one.sure), known[-1].why)
         drain = NodeDrain(node=node, device=device, reason=reason)
         without = _without(cluster, [*drains, drain])
         enough = not fit(without, max(cluster.min_nodes, 1)).missing
-        if any(one.sure for one in told) or (len(told) >= TWICE and enough):
+        if any(one.sure for one in known) or (len(known) >= TWICE and enough):
             drains.append(drain)
         else:
             only = "the rest would not suffice without it" if not enough else "once is no pattern"
@@ -376,10 +378,10 @@ def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[li
     ]
     if drains:
         names = ", ".join(drain.describe() for drain in drains)
-        told_why = [f"{drain.describe()}: {drain.reason}" for drain in drains]
+        reasons = [f"{drain.describe()}: {drain.reason}" for drain in drains]
         text = f"to be drained: {names}"
         return drains, Finding(
-            stage=Stage.NODES, mark=StageMark.NOTE, text=text, evidence=[*told_why, *looked, *kept_out]
+            stage=Stage.NODES, mark=StageMark.NOTE, text=text, evidence=[*reasons, *looked, *kept_out]
         )
     return [], Finding(
         stage=Stage.NODES,
@@ -489,9 +491,9 @@ def storage(places: Sequence[StorageFacts], alarm: Sequence[str]) -> Finding:
         if (one.problem or short) and not code:
             code, remedy = one.code, MEANINGS[ExitCode(one.code)][1]
     if alarm:
-        told = f"storage alarm: {' and '.join(alarm)}, one after the other, cannot be used"
+        doubt = f"storage alarm: {' and '.join(alarm)}, one after the other, cannot be used"
         works = "the storage was tried and works, so the next older checkpoint counts"
-        evidence.append(told if code else f"{told}; {works}")
+        evidence.append(doubt if code else f"{doubt}; {works}")
     if code:
         text = "cannot be used as it is"
         return Finding(
@@ -518,9 +520,9 @@ def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Find
         text = f"{both}: whether its data position can be shared out is known only when it is loaded"
         return Finding(stage=Stage.WORLD, mark=StageMark.UNKNOWN, text=text)
     if shared:
-        told = ["tensors and the data position are resharded; random generators are seeded anew"]
+        resharded = ["tensors and the data position are resharded; random generators are seeded anew"]
         return Finding(
-            stage=Stage.WORLD, mark=StageMark.NOTE, text=f"{both}: resharding is fine", evidence=told
+            stage=Stage.WORLD, mark=StageMark.NOTE, text=f"{both}: resharding is fine", evidence=resharded
         )
     return Finding(
         stage=Stage.WORLD,

@@ -86,7 +86,7 @@ class OpenSection(msgspec.Struct, array_like=True):
     spent: float = 0.0
     """How many seconds its clock had run before that."""
     at_least: float = 0.0
-    """This time its limit is at least this: what happens in it has a deadline of its own."""
+    """This time, its limit is at least this, because what happens in it has a deadline of its own."""
     began: float = 0.0
     """When it was entered."""
     inside: dict[str, float] = {}

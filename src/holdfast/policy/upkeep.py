@@ -250,7 +250,7 @@ def choose_interval(costs: Costs, mtbf_source: str = "given", *, at_most: int | 
 
 
 def concerns(steps: int, costs: Costs) -> dict[str, str]:
-    """What is wrong with saving every `steps` steps, whoever chose that: a text for each, under a keyword."""
+    """What is wrong with saving every `steps` steps, whoever chose that: a keyword and a text for each."""
     costs = costs.sane()
     seconds = steps * costs.step
     every = f"the interval of {plural(steps, 'step')} ({duration(seconds)})"
@@ -559,10 +559,10 @@ def _known(seconds: float | None) -> bool:
 
 def _room(free_bytes: int, needed_bytes: int, device_bytes: int) -> tuple[bool, str]:
     wanted = clone_bytes(needed_bytes, device_bytes)
-    told, free = f"a clone needs {size(wanted)} with its reserve", size(max(0, free_bytes))
+    need, free = f"a clone needs {size(wanted)} with its reserve", size(max(0, free_bytes))
     if free_bytes >= wanted:
-        return True, f"{told}, {free} are free on the device"
-    return False, f"{told}, only {free} are free on the device"
+        return True, f"{need}, {free} are free on the device"
+    return False, f"{need}, only {free} are free on the device"
 
 
 def _usable(has_owned: bool, torn_before: bool) -> tuple[bool, list[str]]:
@@ -577,12 +577,12 @@ def _hides(copy: float | None, step: float | None, estimate: float) -> tuple[boo
     """Whether a step outlasts the copy (`estimate` if none was measured), and what that rests on."""
     measured = copy if _known(copy) else None
     seconds = estimate if measured is None else measured
-    told = f"the copy takes {duration(seconds)} ({'estimated' if measured is None else 'measured'})"
+    takes = f"the copy takes {duration(seconds)} ({'estimated' if measured is None else 'measured'})"
     if step is None or not _known(step):
-        return False, f"{told}, how long a step takes is not known yet"
+        return False, f"{takes}, how long a step takes is not known yet"
     if step >= OUTLASTS * seconds:
-        return True, f"{told}, a step {duration(step)}: at least {OUTLASTS} times as long"
-    return False, f"{told}, a step only {duration(step)}: less than {OUTLASTS} times as long"
+        return True, f"{takes}, a step {duration(step)}: at least {OUTLASTS} times as long"
+    return False, f"{takes}, a step only {duration(step)}: less than {OUTLASTS} times as long"
 
 
 # When storage is so slow that its users should know. Pure.

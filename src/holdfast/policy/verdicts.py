@@ -69,8 +69,8 @@ def places_of(attempt: PastAttempt) -> Mapping[int, Place]:
         each = max(1, attempt.world_size // len(placed))
         devices = match[2].split(",") if match else [""] * each
         found.update(enumerate((Place(match[1] if match else text, one) for one in devices), len(found)))
-    told = attempt.rejection.ranks if attempt.rejection is not None else []
-    found.update({one.rank: Place(one.node, one.device) for one in told if one.node})
+    results = attempt.rejection.ranks if attempt.rejection is not None else []
+    found.update({one.rank: Place(one.node, one.device) for one in results if one.node})
     return found
 
 
@@ -125,9 +125,9 @@ def open_trial(attempts: Iterable[PastAttempt]) -> Trial | None:
     for attempt in _in_order(attempts):
         if attempt.decided.suspect:
             suspects |= set(attempt.decided.suspect)
-            told = attempt.decided.trial.until if attempt.decided.trial is not None else 0
+            ordered = attempt.decided.trial.until if attempt.decided.trial is not None else 0
             rejected = attempt.rejection.step if attempt.rejection is not None else 0
-            until = max(until, told or rejected)
+            until = max(until, ordered or rejected)
         suspects -= set(attempt.decided.acquit)
         until = until if suspects else 0
     return Trial(suspects=sorted(suspects), until=until) if suspects else None
@@ -239,23 +239,23 @@ def judge_replay(
     for one in rerun.bad:
         old, place = Place(one.node, one.device), now.get(one.rank)
         where = _named(old)
-        told = f"rank {one.rank} failed step {rerun.step} on {where}"
+        failure = f"rank {one.rank} failed step {rerun.step} on {where}"
         if place is None:
-            findings.append(_transient(old, f"{told}; that rank no longer exists, and the step passes"))
+            findings.append(_transient(old, f"{failure}; that rank no longer exists, and the step passes"))
         elif same.get(one.rank) is None:
-            findings.append(_transient(old, f"{told}, from a state that is not known, and passes now"))
+            findings.append(_transient(old, f"{failure}, from a state that is not known, and passes now"))
         elif not same[one.rank]:
             findings.append(
                 _transient(
                     old,
-                    f"{told} and passes from another state: what it began from was damaged in the memory of "
+                    f"{failure} and passes from another state: what it began from was damaged in the memory of "
                     "that process",
                 )
             )
         elif place == old:
-            findings.append(_transient(old, f"{told} and passes there now, from the same state"))
+            findings.append(_transient(old, f"{failure} and passes there now, from the same state"))
         else:
-            evidence = f"{told} and passes on {_named(place)}: the same work from the same state"
+            evidence = f"{failure} and passes on {_named(place)}: the same work from the same state"
             findings.append(ReplayFinding(verdict="device", place=old, evidence=evidence))
     if not rerun.bad:
         evidence = f"step {rerun.step} was rejected, on a rank that is not known, and passes now"
@@ -726,11 +726,11 @@ class _Inquiry:
         **more: Any,
     ) -> Judgement:
         """`more`: what is found out, and the orders for the next attempt."""
-        told = {"trial": None if more.get("acquit") else self._asked.trial, **more}
+        orders = {"trial": None if more.get("acquit") else self._asked.trial, **more}
         return Judgement(
             action=action,
             reason=reason,
-            findings=Findings(verdict=verdict, **told),
+            findings=Findings(verdict=verdict, **orders),
             evidence=self._evidence,
             rotate_by=rotate_by,
             exclude=list(exclude),

@@ -119,7 +119,7 @@ _SA_SIGINFO, _SA_RESTORER = 0x4, 0x04000000
 _KNOWN_FLAGS = _SA_SIGINFO | _SA_RESTORER | 0x1 | 0x2 | 0x08000000 | 0x10000000 | 0x40000000
 """The flags that are known to be safe to keep. SA_RESETHAND, with which a handler serves once, is not."""
 _LOWEST = 1 << 16
-"""No function lies below this; SIG_DFL and SIG_IGN do, and SIG_ERR is far above all of them."""
+"""No function lies below this; SIG_DFL and SIG_IGN do, and SIG_ERR lies far above any function."""
 _GUARD = 64
 _UNTOUCHED = 0xA5
 

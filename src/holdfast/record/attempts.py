@@ -122,7 +122,7 @@ def begin_attempt(
     started_with: str = "",
 ) -> AttemptRecord:
     """Number the next attempt, durably, before any of its workers starts."""
-    told = told_progress(control.path)
+    reported = told_progress(control.path)
     with fence.guard("begin an attempt"):
         number = max(attempt_numbers(control), default=0)
         while True:  # until a number is free: a network file system's listing may be old
@@ -138,7 +138,7 @@ def begin_attempt(
                 placement=placement,
                 rotation=rotation,
                 started_with=started_with,
-                told=told,
+                told=reported,
             )
             if create_record(control.attempt(number) / "attempt.json", record):
                 return record

@@ -119,8 +119,8 @@ def one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None)
     """The settings file of a script, which may name one or be handed one, but not two different ones."""
     given = launched.config if launched is not None else ""
     if file is not None and launched is not None and launched.directory:
-        there = Path(launched.directory, file)  # the script may have changed its directory
-        file = there if str(there) == given or not Path(file).exists() else file
+        path = Path(launched.directory, file)  # the script may have changed its directory
+        file = path if str(path) == given or not Path(file).exists() else file
     if file is not None and given and Path(file).absolute() != Path(given).absolute():
         raise ConfigError(
             f"two settings files: the script reads {os.fspath(file)}, `holdfast run` was given {given}. "
@@ -307,9 +307,9 @@ def applies_again(*, force: bool, environ: Mapping[str, str] = os.environ) -> bo
 
 def record_origin(control: ControlDirectory, fence: Fence, origin: RunOrigin) -> None:
     """Record that the run has begun where it was told to. Nothing is written until it is first told."""
-    there = entries(control.path / ORIGIN)
+    records = entries(control.path / ORIGIN)
     wish = "" if origin.value == "auto" else _word(origin.value)
-    if (not wish and not there) or (there and there[-1].word == _word(origin.value)):
+    if (not wish and not records) or (records and records[-1].word == _word(origin.value)):
         return
     with fence.guard("record where the run begins"):
         record = msgspec.structs.replace(origin, value=_named(origin.value), at=time.time())
@@ -318,15 +318,15 @@ def record_origin(control: ControlDirectory, fence: Fence, origin: RunOrigin) ->
 
 def origin_attempts(control: ControlDirectory) -> set[int]:
     """The attempts that began where somebody had told them to."""
-    told = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN)]
-    return {one.attempt for one in told if one is not None and one.value != "auto"}
+    origins = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN)]
+    return {one.attempt for one in origins if one is not None and one.value != "auto"}
 
 
 def last_fresh(control: ControlDirectory) -> int:
     """The last attempt that made a fresh start because it was told to; 0 if none was."""
     word = _word("fresh")
-    told = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN) if one.word == word]
-    return max((one.attempt for one in told if one is not None), default=0)
+    origins = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN) if one.word == word]
+    return max((one.attempt for one in origins if one is not None), default=0)
 
 
 def _word(resume_from: str) -> str:
@@ -371,15 +371,15 @@ def _python_files(folder: Path) -> list[Path]:
     while folders and left > 0:
         try:
             with os.scandir(folders.pop(0)) as entries:
-                there = sorted(itertools.islice(entries, left), key=lambda entry: entry.name)
+                listed = sorted(itertools.islice(entries, left), key=lambda entry: entry.name)
         except OSError:
             continue
-        left -= len(there)
-        mine = [Path(one.path) for one in there if one.name.endswith(".py")]
+        left -= len(listed)
+        mine = [Path(one.path) for one in listed if one.name.endswith(".py")]
         found += mine
         if mine:
             hidden = (".", "__pycache__")
-            folders += [Path(one.path) for one in there if one.is_dir() and not one.name.startswith(hidden)]
+            folders += [Path(one.path) for one in listed if one.is_dir() and not one.name.startswith(hidden)]
     return found
 
 

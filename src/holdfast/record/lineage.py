@@ -236,8 +236,8 @@ def read_timeline(control: ControlDirectory) -> Timeline:
             heads[number] = head
         commits[number] = commits_of(control, number)
     on_line = timeline(heads, commits)
-    there = {(record.step, record.id) for record in on_line}
+    names = {(record.step, record.id) for record in on_line}
     every = [record for records in commits.values() for record in records]
-    abandoned = [record for record in every if (record.step, record.id) not in there]
+    abandoned = [record for record in every if (record.step, record.id) not in names]
     oldest = on_line[-1].attempt if on_line else max(heads, default=None)
     return Timeline(on_line, abandoned, heads.get(oldest) if oldest is not None else None)

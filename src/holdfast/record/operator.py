@@ -96,14 +96,14 @@ def excluded(control: ControlDirectory) -> list[ExclusionRecord]:
 
 def _standing(folder: Path, node: str, device: str | None) -> list[ExclusionRecord]:
     """The exclusion in force in a folder, as a list of none or one."""
-    there = entries(folder)
-    if not there:
+    records = entries(folder)
+    if not records:
         return []
-    if there[0].number:  # otherwise one has no place in the order, so it may be the newest
-        there = [entry for entry in there if entry.number == there[-1].number]
-        if all(entry.word == READMITTED for entry in there):
+    if records[0].number:  # otherwise one has no place in the order, so it may be the newest
+        records = [entry for entry in records if entry.number == records[-1].number]
+        if all(entry.word == READMITTED for entry in records):
             return []
-    entry = next(entry for entry in there if entry.number == 0 or entry.word != READMITTED)
+    entry = next(entry for entry in records if entry.number == 0 or entry.word != READMITTED)
     record = contents(entry, ExclusionRecord)
     if record is None or (record.node, record.device) != (node, device):
         why = f"its record {entry.path.name} cannot be read, so it counts as an exclusion"
@@ -286,10 +286,10 @@ def budget_reset(control: ControlDirectory) -> int | None:
 
 def pinned(control: ControlDirectory) -> Pin | None:
     """The checkpoint that the next resume must use; None if nothing is pinned, or it was used already."""
-    there = entries(_folder(control, "pin"))
-    used = {entry.word for entry in there}
-    there = [entry for entry in there if not entry.word.startswith(f"{USED}-")]
-    for entry in reversed(there):
+    records = entries(_folder(control, "pin"))
+    used = {entry.word for entry in records}
+    records = [entry for entry in records if not entry.word.startswith(f"{USED}-")]
+    for entry in reversed(records):
         word, _, checkpoint = entry.word.partition("-")
         if word != PINNED:
             return None
@@ -303,8 +303,8 @@ def pinned(control: ControlDirectory) -> Pin | None:
 
 def pin_attempts(control: ControlDirectory) -> set[int]:
     """The attempts that resumed from a checkpoint pinned for them."""
-    there = entries(_folder(control, "pin"))
-    used = [contents(entry, OperatorRequest) for entry in there if entry.word.startswith(f"{USED}-")]
+    records = entries(_folder(control, "pin"))
+    used = [contents(entry, OperatorRequest) for entry in records if entry.word.startswith(f"{USED}-")]
     return {request.attempt for request in used if request is not None}
 
 
@@ -433,9 +433,9 @@ def _newest_attempt(control: ControlDirectory) -> int:
 
 def _newest(folder: Path) -> list[RecordEntry]:
     """The records that may be the newest: those with the highest number, or whose number nobody can read."""
-    there = entries(folder)
-    highest = there[-1].number if there else 0
-    return [entry for entry in there if entry.number in (0, highest)]
+    records = entries(folder)
+    highest = records[-1].number if records else 0
+    return [entry for entry in records if entry.number in (0, highest)]
 
 
 def _folder(control: ControlDirectory, topic: str) -> Path:
@@ -483,11 +483,11 @@ def requeues_without_progress(control: ControlDirectory, step: int) -> int:
     A record that cannot be read counts. Those before an operator's reset of the budget do not.
     """
     forgiven = budget_reset(control) or 0
-    there = entries(_requeues_folder(control))
-    withdrawn = {entry.word for entry in there}
+    records = entries(_requeues_folder(control))
+    withdrawn = {entry.word for entry in records}
     asked = [
         entry
-        for entry in there
+        for entry in records
         if not entry.word.startswith(f"{WITHDRAWN}-") and f"{WITHDRAWN}-{entry.number}" not in withdrawn
     ]
     found = [contents(entry, Requeue) for entry in asked]
