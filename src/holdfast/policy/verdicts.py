@@ -248,8 +248,8 @@ def judge_replay(
             findings.append(
                 _transient(
                     old,
-                    f"{failure} and passes from another state: what it began from was damaged in the memory of "
-                    "that process",
+                    f"{failure} and passes from another state: what it began from was damaged in the memory "
+                    "of that process",
                 )
             )
         elif place == old:
