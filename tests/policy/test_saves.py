@@ -257,7 +257,7 @@ def test_saves_that_block_for_more_than_a_twentieth_are_warned_of() -> None:
     costs = simple(blocked=5.0, step=1.0)
     assert concerns(95, costs) == {}
     (warning,) = concerns(94, costs).values()
-    assert warning.startswith("saving holds training up: a usual save for 5.0 s, at the interval of 94 steps")
+    assert warning.startswith("saving holds training up: typically for 5.0 s, at the interval of 94 steps")
     assert choose_interval(
         simple(blocked=30.0, mtbf=600.0)
     ).warnings  # no choice is good here, and it says so

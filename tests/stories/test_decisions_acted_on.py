@@ -163,7 +163,7 @@ def test_a_node_too_few_is_waited_for_and_goes_on_when_it_is_back(place: Place) 
         finish_all(group, "a b")
     (decision,) = place.decisions()
     assert (decision.chosen, decision.details["cause"]) == ("wait", "infrastructure")
-    assert "1 usable nodes are there, 1 more are needed" in " ".join(decision.evidence)
+    assert "1 usable nodes are available, 1 more are needed" in " ".join(decision.evidence)
     assert place.outcomes() == ["failed", "finished"]
 
 

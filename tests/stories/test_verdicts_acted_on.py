@@ -63,7 +63,7 @@ def test_a_fault_that_follows_the_device_excludes_it_and_one_that_cannot_be_spar
         "because of device 1 of n: the fault follows it: rank 1 failed on it in attempt 1, and not elsewhere"
     )
     assert followed in told["reason"]
-    assert "It cannot be done without" in result.err
+    assert "The run cannot do without it" in result.err
     assert "restarting without device 1 of n " in result.err, result.text
     assert "why:  the fault follows the device to whichever rank uses it" in result.err
     first, second, third = place.told()

@@ -1,7 +1,7 @@
-"""What befell a run, told once: who, what, why, what was done, what it cost, what to do now.
+"""What happened to a run, told once: who, what, why, what was done, what it cost, what to do now.
 
 For the terminal, `holdfast why`, `status`, the report and alerts, which all render the same value.
-Promises: one set of numbers, worked out once; what comes from outside is shown as text.
+Promises: there is one set of numbers, worked out once; what comes from outside is shown as plain text.
 Never: compose such a sentence elsewhere; name a culprit without its evidence.
 """
 

@@ -1,7 +1,7 @@
 """The five answers about a failure, an end that nobody decided about, or a stop on request. Pure.
 
 Guarantee: every answer is a sentence that a person can act on without knowing Holdfast. Numbers are those of
-the records: the last complete step, the step that the newest usable checkpoint has, and the restarts that the
+the records: the last complete step, the step of the newest usable checkpoint, and the restarts that the
 budget counts; nothing is estimated.
 """
 
@@ -51,7 +51,7 @@ _POINTS_TO = {
     Cause.JOB: "this points to the training script",
     Cause.DATA: "this points to the data",
     Cause.CHECKPOINT: "this points to the checkpoint that was loaded",
-    Cause.HANG: "it gave no sign of life for longer than it may",
+    Cause.HANG: "it gave no sign of life for longer than is allowed",
     Cause.UNKNOWN: "neither exit code, error file, last output, kernel log nor devices say why",
 }
 _WRONG_SETTING = "a setting is wrong; neither the training script nor the machine is to blame"
@@ -67,14 +67,14 @@ _ONLY_ON = re.compile(r"^it failed on (rank .*) only: ")
 _STOOD_STILL = re.compile(
     r"^(ranks? [\d, -]*\d) stood still for [^:]*: (?:it|they|its process|their processes) "
 )
-"""How the words about whoever stood still begin: `what` says already for how long."""
+"""How the sentence about a rank that stood still begins; `what` already says for how long."""
 _VERDICTS = {
     "device": "the fault follows the device to whichever rank uses it",
-    "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
+    "reproducible": "the result is the same on other devices: it is in the data, the state or the script",
     "transient": "it did not come back when the step was run again",
 }
 _CLASS = re.compile(r"^\w+(?:Error|Exception): ")
-"""Of an error of Holdfast's own: its words say it."""
+"""The class in front of an error of Holdfast's own, which is dropped: the words after it say enough."""
 _ALONE = (
     "it came back when the step was done again from a checkpoint, on the only devices there are: it is in "
     "the data, the state or the script, unless they share a fault"
@@ -90,12 +90,12 @@ _PASSED_ON = re.compile(r"^([\w.]+): Caught \1 in [^.]*\. .*?(?=\1\b)\1")
 _NO_ROOM = re.compile(
     r"can't start new thread|pthread_create failed|\[Errno 11\]|Resource temporarily unavailable"
 )
-"""What the limit of processes and threads makes of whatever is started beyond it."""
+"""The errors that one meets beyond the limit of processes and threads."""
 _SAID = re.compile(
     r"^cause: |^rank \d+ on \S+ \(pid \d+\) failed: |restarts? without progress (was|were) left$"
     rf"|^check the network adapter |^{re.escape(INSTEAD)}"
 )
-"""Evidence that is said in other words here."""
+"""Evidence that is put into other words here."""
 
 
 def account_of_failure(
@@ -115,13 +115,13 @@ def account_of_failure(
     in_place: bool = False,
     newest: int | None = None,
 ) -> Account:
-    """What is told of an attempt that failed, and of the decision about it.
+    """The account of an attempt that failed, and of the decision about it.
 
-    `seen`: what was seen of a hang, in sentences; `detail`: what happened, where no worker ended by itself;
+    `seen`: what was seen of a hang, in sentences; `detail`: what happened, if no worker ended by itself;
     `saved`: where a diagnostic save is; `cut_off`: the checkpoint whose save was not complete by then;
-    `coming`: the one that its writers may still complete;
-    `storage`: what keeps the run's storage from taking anything; `in_place`: the processes go on;
-    `newest`: the step of the newest checkpoint, where it is not known which of them may be used.
+    `coming`: the checkpoint that its writers may still complete;
+    `storage`: why nothing can be written to the run's storage; `in_place`: whether the processes go on;
+    `newest`: the step of the newest checkpoint, where it is not known which ones may be used.
     """
     failed = situation.attempt
     hang = hangs[0] if root is None and hangs else None
@@ -205,8 +205,8 @@ def _what(
         saving = cut_off is not None and cut_off.step == failed.last_step
         return _ended(root, f" while step {failed.last_step} was being saved" if saving else when)
     if lost:
-        told = printable(lost[0].detail.removeprefix(f"node {lost[0].node} was lost: "), MESSAGE_LIMIT)
-        return f"was lost{when}{f': {told}' if told else ''}"
+        loss = printable(lost[0].detail.removeprefix(f"node {lost[0].node} was lost: "), MESSAGE_LIMIT)
+        return f"was lost{when}{f': {loss}' if loss else ''}"
     if hang is not None:
         inside = "" if hang.section == STEP else f", {printable(activity(hang.section, hang.exiting))}"
         long = f" for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)" if hang.limit else inside
@@ -224,7 +224,7 @@ def _checkpoint(named: str) -> str:
 
 
 def _rejected_by(rejection: Rejection) -> str:
-    """Whose own result was bad; the accused device where there is one."""
+    """Whose own result was bad, or the accused device if there is one."""
     if rejection.accused is not None and rejection.accused.node:
         device = f"device {printable(rejection.accused.device)} of " if rejection.accused.device else ""
         return f"{device}{printable(rejection.accused.node)}"
@@ -256,22 +256,22 @@ def _ended(root: FailureRecord, when: str) -> str:
 
 
 def _said(root: FailureRecord) -> str:
-    """Its last words; of an error that a data loader passes on, the error itself."""
+    """Its last words; for an error that a data loader passes on, the error itself."""
     return printable(_PASSED_ON.sub(r"\1", printable(root.message, 4 * MESSAGE_LIMIT)), MESSAGE_LIMIT)
 
 
 def _is_own(root: FailureRecord) -> bool:
-    """Whether it ended with a code of Holdfast's: no line of the user's raised that."""
+    """Whether it ended with one of Holdfast's own codes: no line of the user's raised that."""
     return root.exit_code in set(ExitCode) and root.exit_code not in (0, ExitCode.FAILED, ExitCode.USAGE)
 
 
 def _by_setting(root: FailureRecord | None) -> bool:
-    """Whether a setting of Holdfast's ended it; the line that handed it over is not to blame."""
+    """Whether a Holdfast setting ended it; the line that passed the setting on is not to blame."""
     return root is not None and any("holdfast.errors.ConfigError" in one.types for one in root.errors)
 
 
 def _where(root: FailureRecord) -> str:
-    """The line of the user's own that raised it."""
+    """The user's own line that raised it."""
     return printable(blamed(root.errors))
 
 
@@ -298,8 +298,8 @@ def _with_storage(
     storage: Trouble | None,
     cut_off: CheckpointName | None,
 ) -> list[str]:
-    """With what is known of the run's storage first, and of a save that was not complete right after the end
-    of whoever failed. What storage or memory led to points to nothing else."""
+    """The evidence, with what is known about the run's storage first, and an incomplete save right after how
+    the failed rank ended. What storage or memory led to does not point to anything else."""
     full = storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED
     if full or (root is not None and root.message.startswith(KERNEL_OOM)):
         evidence = [text for text in evidence if text not in _POINTS_TO.values()]
@@ -360,7 +360,7 @@ def _why(
             text for text in evidence if not text.startswith(f"step {failed.rejection.step} was rejected")
         ]
     kept = resumes_from(situation, decision)
-    if kept is not None and kept > failed.highest_step:  # the newest one has not come to the root yet
+    if kept is not None and kept > failed.highest_step:  # the newest one has not reached the root yet
         root_has = f", step {failed.highest_step} in the checkpoint root" if failed.highest_step else ""
         evidence = [
             f"{_GOT_ON} step {kept} is saved on the nodes{root_has}" if text.startswith(_GOT_ON) else text
@@ -377,7 +377,7 @@ def _why(
 
 
 def _together(evidence: list[str], origin: str) -> list[str]:
-    """The line that raised it and what that points to are one reason."""
+    """Join the line that raised it, and what that points to, into one reason."""
     at = next((index for index, text in enumerate(evidence) if text.startswith("raised at ")), None)
     if at is None:
         return [*evidence, origin]
@@ -411,7 +411,7 @@ def _of_the_end(root: FailureRecord) -> list[str]:
 
 
 def _counted(memory: MemoryKill | None) -> str:
-    """What the kernel says about it, with the limit that was met."""
+    """What the kernel says about it, with the limit that was reached."""
     if memory is None or not memory.group:
         return "the kernel's out-of-memory counter of this job rose when it was killed"
     rose = f"the kernel's count of out-of-memory kills rose by {memory.kills}"
@@ -517,7 +517,7 @@ def _next(
         return what_to_do(storage, requeued=decision.action is Action.REQUEUE)
     look_at = printable(next((text for text in decision.evidence if text.startswith(_ADAPTER)), ""))
     if decision.action is Action.WAIT:
-        return "bring nodes, or let it wait"
+        return "provide nodes, or let it wait"
     if decision.action not in (Action.STOP, Action.REQUEUE):
         out = sorted({one.node for one in decision.exclude})
         if look_at and not out:
@@ -562,11 +562,11 @@ def _less_memory(memory: MemoryKill | None) -> str:
 
 _OWN = (Cause.JOB, Cause.DATA, Cause.UNKNOWN)
 _BY_CAUSE = (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT)
-"""Codes that say how often something was tried; what is to be done about it is the cause's matter."""
+"""Codes that say how often something was tried; what to do about it depends on the cause."""
 
 
 def _to_mend(root: FailureRecord | None) -> str:
-    """What of the user's own is to blame; empty if nothing is known to be."""
+    """What to fix in the user's own code or settings; empty if nothing there is known to be at fault."""
     if root is None or root.exit_code <= 0 or not root.message or _is_own(root):
         return ""
     if _NO_ROOM.search(root.message):
@@ -588,19 +588,19 @@ def _files(root: FailureRecord | None, saved: str) -> list[str]:
 def account_of_lost_store(
     attempt: int, node: str, error: str, step: int | None, saved: int | None
 ) -> Account:
-    """As a node tells it that has nobody left to decide with."""
-    tried = error.partition("(")[2].partition(")")[0] or error
+    """The account of a node that has no other node left to decide with."""
+    addresses = error.partition("(")[2].partition(")")[0] or error
     return Account(
         attempt=attempt,
         cause=Cause.INFRASTRUCTURE,
         who="the host of the store that the nodes meet in",
         what=f"was lost{_in(step)}, as node {printable(node)} sees it",
         why=[
-            f"every address that the nodes could meet at was tried: {printable(tried)}",
+            f"every address that the nodes could meet at was tried: {printable(addresses)}",
             "its machine or its launcher is gone, or the network to it",
         ],
         done="ended all workers here: without the store the nodes cannot agree on anything",
-        next="start the same command again on all nodes; with a second --rdzv-endpoint this is survived",
+        next="start the same command again on all nodes; with a second --rdzv-endpoint the run survives this",
         step=step,
         saved=saved,
         exit_code=int(ExitCode.STORE_LOST),
@@ -611,8 +611,8 @@ def account_of_lost_store(
 def account_of_lost_lease(
     attempt: int, evidence: str, by: str, found: str, step: int | None, saved: int | None
 ) -> Account:
-    """`by`: the process that claimed the run; `found`: what it took this launch for dead by."""
-    why = [f"it took this launch for gone: {printable(found)}"] if found else []
+    """`by`: the process that claimed the run; `found`: why it took this launch to be dead."""
+    why = [f"it took this launch to be gone: {printable(found)}"] if found else []
     return Account(
         attempt=attempt,
         cause=Cause.INFRASTRUCTURE,
@@ -635,8 +635,8 @@ def account_of_lost_lease(
 def account_of_lost_launch(
     attempt: int, holder: str, found: str, asked: StopAsked | None, step: int | None, saved: int | None
 ) -> Account:
-    """What a new launch says of the one before, which left no end. `found`: why the run was free to take;
-    `asked`: that it had been asked to stop, without having saved by then."""
+    """What a new launch says about the one before, which recorded no end. `found`: why the run was free to
+    take; `asked`: the request to stop, if there was one and the launch had not saved by then."""
     on = f" ({printable(holder)})" if holder else ""
     after = f" some time after step {step}" if step else ""  # its very last steps were not journalled yet
     if asked is None:
@@ -669,8 +669,8 @@ def account_of_lost_launch(
 
 
 def account_of_exit_code(attempt: int, code: int, step: int | None, saved: int | None) -> Account | None:
-    """Of an attempt that ended for good and of which no more than its code could be written down, as on a
-    disk that is full; None for a code that says nothing."""
+    """The account of an attempt that ended for good when only its code could be written down, as on a full
+    disk; None for a code that says nothing."""
     if code not in set(ExitCode) or code in (ExitCode.OK, ExitCode.FAILED, ExitCode.USAGE):
         return None
     meaning, then = MEANINGS[ExitCode(code)]
@@ -680,7 +680,7 @@ def account_of_exit_code(attempt: int, code: int, step: int | None, saved: int |
         cause=Cause.UNKNOWN,
         who="the run",
         what=f"ended{_in(step)}: {said}",
-        why=["no more than its exit code could be written down; the launcher's output says more"],
+        why=["only its exit code could be written down; the launcher's output says more"],
         done=f"stopped: {said}",
         next=then,
         step=step,
@@ -708,17 +708,17 @@ _ASKED = {
     Source.TIME_LIMIT: ("the job's time limit", "is near, so the run was asked to stop"),
     Source.STRAGGLER: ("a slow rank", "made the run stop"),
 }
-"""Who asked, and what it did, where the request's own words are rather the reason."""
+"""Who asked, and what it did, where the request's own words give the reason instead."""
 _UNSAVED = (ExitCode.STOPPED_UNSAVED,)
 
 
 def account_of_stop(
     attempt: int, request: StopRequest, code: int, *, detail: str, step: int | None, saved: int | None
 ) -> Account:
-    """What is told of a run that was asked to stop, and did.
+    """The account of a run that was asked to stop, and did.
 
-    `detail`: how it ended, where that is more than the request; `step`: the last complete one; `saved`: the
-    highest step that is in a checkpoint.
+    `detail`: how it ended, if that says more than the request; `step`: the last complete step; `saved`: the
+    highest step in a checkpoint.
     """
     more = detail.removeprefix(request.detail).removeprefix("; ")
     done = f"stopped after step {step}" if step else "stopped before its first step"

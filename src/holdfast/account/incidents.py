@@ -1,10 +1,9 @@
 """Incidents, from a fault to the first productive step after it, and what steps, saves and faults cost. Pure.
 
 One attempt's failures are one incident: when a rank dies the others fail with it, and only the first is a
-cause. That holds for a restart in place too, of which nobody but the culprit may have ended. An attempt that
-was lost with its launcher had nobody to see it end; it counts from its last sign of life. If the next fault
-comes before the run is back where it was, the next incident takes over there, so no second is counted in two
-incidents.
+cause. That is so for a restart in place too, even if only the culprit ended. Nobody saw the end of an attempt
+that was lost with its launcher; it counts from its last sign of life. If the next fault comes before the run
+is back where it was, the next incident takes over from there, so no second is counted in two incidents.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from holdfast.journal.events import (
 from holdfast.policy import is_symptom
 
 MAX_OTHERS = 8
-"""Failures named beside the cause; when a node dies there may be very many."""
+"""How many failures are named besides the cause; when a node dies there may be very many."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +53,27 @@ class Incident:
     caught_up_at: float | None
     """When the highest step ever reached was reached again."""
     ended_at: float
-    """End of the incident; the journal's last line while it is open."""
+    """When the incident ended; the journal's last line while it is open."""
     seconds_down: float
-    """Until the first step done after it."""
+    """From the fault to the first step done after it."""
     seconds_lost: float
-    """Down, and then doing again what had been done."""
+    """Time down, and then time spent doing again what had been done."""
     steps_lost: int
-    """Steps that had been done and were not in the state resumed from."""
+    """Steps that had been done and were not in the state that was resumed from."""
     failed_at_step: int
-    """The last step the failed attempt is known to have done."""
+    """The last step that the failed attempt is known to have done."""
     overtaken_by: int | None
     """The incident that began before this one was over."""
     open: bool
     account: Account | None = None
-    """What was told of it, where the launcher decided."""
+    """The account of it, if the launcher decided."""
     refused: tuple[str, ...] = ()
     """Checkpoints that the resume after it could not use, with the reasons."""
     resumed_step: int | None = None
     copies: tuple[str, ...] = ()
     """Bad copies of what was resumed from, and what was used instead."""
     settled: tuple[str, ...] = ()
-    """What was found out later about checkpoints that might have been the cause."""
+    """What was later found out about checkpoints that might have been the cause."""
 
 
 def incidents_of(lines: list[JournalLine]) -> list[Incident]:
@@ -94,7 +93,7 @@ def incidents_of(lines: list[JournalLine]) -> list[Incident]:
 
 
 def verdict_on(body: StandingChanged) -> str:
-    """What was found out about a checkpoint that had been under suspicion; empty while nothing was."""
+    """What was found out about a checkpoint that had been suspect; empty while nothing has been."""
     verdict = {
         "condemned": "is bad and is not used again",
         "acquitted": "is not to blame and may be used again",
@@ -107,15 +106,15 @@ def verdict_on(body: StandingChanged) -> str:
 
 
 def bad_copies(body: Resumed) -> list[str]:
-    """Each copy of what was loaded that was no good, and what was used instead."""
+    """Each bad copy of what was loaded, and what was used instead."""
     return [
-        printable(f"a copy of the checkpoint at step {body.step} was bad and is not used again: {told}")
-        for told in body.bad_copies
+        printable(f"a copy of the checkpoint at step {body.step} was bad and is not used again: {copy}")
+        for copy in body.bad_copies
     ]
 
 
 def investigations(incidents: Sequence[Incident]) -> list[list[Incident]]:
-    """Incidents that belong together: a bad result whose cause is looked for, up to the one that names it."""
+    """Incidents that belong together: bad results whose cause is sought, up to the one that names it."""
     together: list[list[Incident]] = []
     for incident in incidents:
         before, account = together[-1][-1].account if together else None, incident.account
@@ -127,7 +126,7 @@ def investigations(incidents: Sequence[Incident]) -> list[list[Incident]]:
 
 
 def stops_of(lines: list[JournalLine]) -> list[Incident]:
-    """Every stop that was asked for and told of, oldest first: its down time ends with the next launch."""
+    """Every stop that was asked for and has an account, oldest first. The next launch ends its down time."""
     life = attempts_of(lines)
     last_at = max((line.at for line in lines), default=0.0)
     stops: list[Incident] = []
@@ -149,7 +148,7 @@ def _fault(life: list[JournalledAttempt], index: int) -> _Fault | None:
     """When an attempt failed, or None if it did not."""
     attempt = life[index]
     outcome = attempt.ended.outcome if attempt.ended else ""
-    # Workers that end badly because the run was asked to stop are no fault, unless it was treated as one.
+    # Workers that end badly because the run was asked to stop are not a fault, unless treated as one.
     if attempt.failed_at is not None and (outcome != "stopped" or attempt.recovery):
         return _Fault(_since(attempt, attempt.failed_at), attempt.failed_at)
     if outcome == "failed" and attempt.ended_at is not None:
@@ -158,7 +157,7 @@ def _fault(life: list[JournalledAttempt], index: int) -> _Fault | None:
         return _Fault(attempt.last_at, attempt.ended_at)
     if attempt.ended is None and attempt.finished_at is None and index + 1 < len(life):
         return _Fault(attempt.last_at, life[index + 1].first_at)
-    if attempt.ended is None and attempt.told_at is not None:  # by a node that nobody was left to decide for
+    if attempt.ended is None and attempt.told_at is not None:  # by a node with nobody left to decide for it
         return _Fault(min(attempt.last_at, attempt.told_at), attempt.told_at)
     return None
 
@@ -172,18 +171,18 @@ _ORIGIN = re.compile(
     r"from (?:step (?P<step>\d+)|the beginning)(?P<open>, or from step \d+ if its save[^:]*)?"
     r"(?:, as nothing was saved yet)?: (?P<redo>(?:at most )?\d+ steps?|nothing) to redo"
 )
-"""Where an account says that training was to go on from, as `answers` writes it."""
+"""Where an account says that training would go on from, as `answers` writes it."""
 
 
 def done_of(account: Account, resumed: int | None) -> str:
-    """What was done, as it came out. `resumed`: the step that it went on from in the end, None while that is
-    not known. The checkpoint that was to be used may have been refused since, or a later one completed."""
-    told = _ORIGIN.search(account.done)
-    if resumed is None or account.ends or account.step is None or told is None:
+    """What was done, as it turned out. `resumed`: the step that the run went on from in the end, None while
+    that is not known. The intended checkpoint may have been refused since, or a later one completed."""
+    origin = _ORIGIN.search(account.done)
+    if resumed is None or account.ends or account.step is None or origin is None:
         return account.done
-    meant = int(told["step"] or 0)
-    if resumed > account.step or (resumed == meant and not told["open"]):
-        return account.done  # beyond the last step is what somebody asked for, and no part of this incident
+    meant = int(origin["step"] or 0)
+    if resumed > account.step or (resumed == meant and not origin["open"]):
+        return account.done  # what lies beyond the last step was asked for, and is not part of this incident
     where = f"from step {resumed}" if resumed else "from the beginning"
     if resumed < meant:
         where += ", as what was saved later was refused"
@@ -191,11 +190,11 @@ def done_of(account: Account, resumed: int | None) -> str:
         where += ", whose save was completed meanwhile"
     redo = max(0, account.step - resumed)
     left = plural(redo, "step") if redo else "nothing"
-    return f"{account.done[: told.start()]}{where}: {left} to redo{account.done[told.end() :]}"
+    return f"{account.done[: origin.start()]}{where}: {left} to redo{account.done[origin.end() :]}"
 
 
 def _since(attempt: JournalledAttempt, seen: float) -> float:
-    """When it began to cost time: a rank that stood still did so before it was seen."""
+    """When it began to cost time: a rank that stood still did so before anybody saw it."""
     began = attempt.account.began if attempt.account is not None else None
     return min(seen, began) if began is not None else seen
 
@@ -218,7 +217,7 @@ def _incident(
     taken = resumed.resumed if resumed is not None else None
     steps = [step for one in life[index + 1 : until] for step in one.steps]
     first_done = steps[0].end if steps else None
-    # A run may finish without passing its old highest step: then everything lost was done again by its end.
+    # A run may finish without passing its old highest step; then everything lost was done again by its end.
     finished = [one.finished_at for one in life[index + 1 : until] if one.finished_at is not None]
     caught_up = next((step.end for step in steps if step.step >= highest), finished[0] if finished else None)
 
@@ -255,7 +254,7 @@ def _incident(
 
 
 def _untold(life: list[JournalledAttempt]) -> Account | None:
-    """What can be said of the run's end where nobody's account of it is in the journal."""
+    """What can be said about the run's end if the journal has no account of it."""
     failed = life[-1]
     if failed.ended is None or failed.ended.outcome != "failed" or failed.recovery is not None:
         return None
@@ -282,14 +281,14 @@ def _root(attempt: JournalledAttempt) -> WorkerFailed | None:
 
 
 def _first_fault(attempt: JournalledAttempt) -> RestartFaulted | None:
-    """Of a restart in place, the first that is not the loss of a peer only."""
+    """The first fault of a restart in place that is not merely the loss of a peer."""
     ordered = sorted(attempt.faults, key=lambda pair: (is_symptom(0, pair[1].detail), pair[0]))
     return ordered[0][1] if ordered else None
 
 
 def _what(attempt: JournalledAttempt) -> str:
     fault = _first_fault(attempt)
-    if fault is not None:  # says more than the record of a process that did not end
+    if fault is not None:  # it says more than the record of a process that did not end
         return fault.summary()
     root = _root(attempt)
     if root is not None:
@@ -301,7 +300,7 @@ def _what(attempt: JournalledAttempt) -> str:
 
 
 def _evidence(attempt: JournalledAttempt, after: JournalledAttempt | None) -> list[str]:
-    """What recovery rested on; what the journal adds to it; and why higher rungs were not used."""
+    """What recovery rested on, what the journal adds to that, and why higher rungs were not used."""
     if attempt.account is not None:
         root = _root(attempt)
         process = [f"rank {root.rank} was process {root.pid} on {root.node}"] if root is not None else []
@@ -341,7 +340,7 @@ def _evidence(attempt: JournalledAttempt, after: JournalledAttempt | None) -> li
 
 
 def _passed_over(attempt: JournalledAttempt) -> list[tuple[str, list[str]]]:
-    """The rungs above the one it took. Lower ones are no reason for anything."""
+    """The rejected rungs above the one it used. Lower ones explain nothing."""
     taken = attempt.resumed.step if attempt.resumed is not None else -1
     return [
         (given, why)
@@ -358,7 +357,7 @@ def _decision(failed: JournalledAttempt, after: JournalledAttempt | None) -> str
     if failed.planned is not None:
         parts.append(f"in place, with {plural(failed.planned.world_size, 'rank')}")
     if after is not None:
-        if after.resumed is not None and failed.account is None:  # an account says it itself
+        if after.resumed is not None and failed.account is None:  # an account already says it
             parts.append(resume_text(after.resumed.checkpoint, after.resumed.step))
         elif after.resume is not None:
             parts.append(_chosen(after.resume))
@@ -377,9 +376,9 @@ def resume_text(checkpoint: str | None, step: int) -> str:
     return "fresh start" if checkpoint is None else f"resume from step {step} ({checkpoint})"
 
 
-# What a run's steps, saves and failures cost, from its journal: what `holdfast plan` plans with. Pure.
+# What a run's steps, saves and failures cost, from its journal; `holdfast plan` plans with it. Pure.
 #
-# Medians, because the first step and the first save of a process are slower than the rest; beside them the
+# It gives medians, because the first step and the first save of a process are slower than the rest, and the
 # 90th percentile, so that a wide spread shows. An attempt that never trained counts neither as running time
 # nor as a failure of training.
 
@@ -395,17 +394,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class ObservedCosts:
-    """None where nothing was observed."""
+    """What was observed; None for whatever was not."""
 
     step: Spread | None
     blocked: Spread | None
-    """For which a save held training up."""
+    """How long a save held up training."""
     commit: Spread | None
     """From the call of a save to its commit in the checkpoint root."""
     down: Spread | None
     """From a fault to the first step after it."""
     running: float
-    """Seconds that the attempts ran, all together."""
+    """How many seconds the attempts ran, all together."""
     failures: int
     interval: int | None
     """Steps between saves at present."""
@@ -439,12 +438,12 @@ def observed_costs(lines: list[JournalLine]) -> ObservedCosts:
 
 
 def _is_second(save: SaveCommitted, local: set[str]) -> bool:
-    """Whether it tells that a checkpoint which the local tier had already is now in the root too."""
+    """Whether it reports that a checkpoint which the local tier already had is now in the root too."""
     return save.tier == "global" and save.checkpoint in local
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Median and 90th percentile (the smallest value that nine tenths do not exceed)."""
+    """The median and the 90th percentile (the smallest value that nine tenths do not exceed)."""
     if not values:
         return None
     ordered = sorted(values)
@@ -452,7 +451,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def _interval(lines: list[JournalLine], life: list[JournalledAttempt]) -> int | None:
-    """What the newest attempt saves at: as it chose, or else the commonest distance between its saves."""
+    """The newest attempt's interval: the one it chose, or else the commonest distance between its saves."""
     for attempt in reversed(life):
         chosen = [
             line.body.interval

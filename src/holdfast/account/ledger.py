@@ -1,8 +1,8 @@
 """A run's journal sorted into attempts and steps, and where its time went. Pure.
 
-Some lines speak about an attempt that is over: a new launcher may record the end of one that it found lost,
-or the decision about it, before its own attempt starts; after a restart in place the next attempt tells what
-ended the one before. Such lines belong to the attempt they speak about.
+Some lines are about an attempt that is over: a new launcher may record the end of one that it found lost, or
+the decision about it, before its own attempt starts; after a restart in place the next attempt records what
+ended the one before. Such lines belong to the attempt that they are about.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from holdfast.journal.events import (
 # When each step was done, from the batches that rank 0 journals.
 #
 # A batch says when it was written and how long each of its steps took. Steps are laid out backwards from the
-# batch's time, around the moments for which a save held training up, and never into the batch before; so no
-# two steps of one attempt overlap. This is exact to about the time between two batches.
+# batch's time, around the times when a save held up training, and never into the previous batch; so no two
+# steps of one attempt overlap. This is accurate to about the time between two batches.
 
 
 CLOSE = 0.001
-"""Times nearer than this are taken as the same moment: sums of many floats drift by less."""
+"""Times closer together than this count as the same moment: sums of many floats drift by less."""
 
 
 class TimeSpan(NamedTuple):
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 def blocked_spans(lines: Iterable[JournalLine]) -> list[TimeSpan]:
-    """The times for which a save held training up, in order and without overlap."""
+    """The times when a save held up training, in order and without overlap."""
     spans: list[TimeSpan] = []
     for line in lines:
         if isinstance(line.body, SaveCommitted):
@@ -103,7 +103,7 @@ def _before(moment: float, blocked: list[TimeSpan], ends: list[float]) -> float:
 
 
 def _back(moment: float, seconds: float, blocked: list[TimeSpan], ends: list[float]) -> float:
-    """The moment that lies `seconds` of training before `moment`."""
+    """The moment `seconds` of training before `moment`."""
     index = bisect_right(ends, moment) - 1
     while index >= 0 and moment - seconds < ends[index]:
         seconds -= moment - ends[index]
@@ -118,47 +118,47 @@ RESUME = "resume"
 
 @dataclass
 class JournalledAttempt:
-    """What the journal says of one attempt."""
+    """What the journal says about one attempt."""
 
     number: int
     first_at: float
-    """Its first line."""
+    """When its first line was written."""
     last_at: float
-    """Its last sign of life."""
+    """When it last gave a sign of life."""
     started: AttemptStarted | None = None
     resumed: Resumed | None = None
     resumed_at: float | None = None
     ended: AttemptEnded | None = None
     ended_at: float | None = None
     finished_at: float | None = None
-    """When the run finished in it."""
+    """When the run finished, if it did in this attempt."""
     failures: list[tuple[float, WorkerFailed]] = field(default_factory=list)
     faults: list[tuple[float, RestartFaulted]] = field(default_factory=list)
-    """What befell processes of which others went on in place."""
+    """What happened to processes while others went on in place."""
     planned: RestartPlanned | None = None
     """The restart in place that followed."""
     account: Account | None = None
-    """What was told of its end."""
+    """The account of its end."""
     told_at: float | None = None
-    """When that was."""
+    """When that account was given."""
     recovery: DecisionMade | None = None
     recovery_at: float | None = None
     resume: DecisionMade | None = None
     rejected: dict[str, list[str]] = field(default_factory=dict)
-    """Rungs it could not use, with the reasons."""
+    """Rungs that it could not use, with the reasons."""
     saves: list[tuple[float, SaveCommitted]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
     @property
     def failed_at(self) -> float | None:
-        """When the first fault of it was seen; None if none was."""
+        """When its first fault was seen; None if none was."""
         seen = [at for at, _ in self.failures] + [at for at, _ in self.faults]
         return min(seen, default=None)
 
     @property
     def reached(self) -> int | None:
-        """The highest step it came to, by what it loaded or did. (What an agent records as the last step is
-        the highest one ever committed; that may be another attempt's.)"""
+        """The highest step it got to, by what it loaded or did. (What an agent records as the last step is
+        the highest one ever committed, which may be another attempt's.)"""
         known = [step.step for step in self.steps[-1:]]
         if self.account is not None and self.account.step is not None:
             known.append(self.account.step)  # rank 0 may have ended before it could journal its last steps
@@ -188,7 +188,7 @@ def attempts_of(lines: list[JournalLine]) -> list[JournalledAttempt]:
 
 
 def _about_an_earlier_one(body: AnyEvent | Unknown) -> bool:
-    """Whether this may be somebody else's word about an attempt that is over."""
+    """Whether this may be another writer's word about an attempt that is over."""
     return (
         isinstance(body, Account)
         or (isinstance(body, AttemptEnded) and body.outcome == "lost")
@@ -197,7 +197,7 @@ def _about_an_earlier_one(body: AnyEvent | Unknown) -> bool:
 
 
 def _lived(attempt: JournalledAttempt) -> bool:
-    """Whether it is an attempt at all; a launcher's own lines before its first attempt are none."""
+    """Whether it is an attempt at all; a launcher's own lines before its first attempt do not make one."""
     return bool(attempt.started or attempt.resumed or attempt.steps or attempt.failures or attempt.ended)
 
 
@@ -233,7 +233,7 @@ def _add(attempt: JournalledAttempt, line: JournalLine) -> None:
         case SaveCommitted():
             attempt.saves.append((line.at, body))
         case _:
-            pass  # steps are placed in time afterwards, all together
+            pass  # steps are placed in time afterwards, all at once
     if not _about_an_earlier_one(body) and not isinstance(body, OperatorActed):  # these are no sign of life
         attempt.last_at = max(attempt.last_at, line.at)
 
@@ -246,8 +246,8 @@ def _reject(attempt: JournalledAttempt, checkpoint: str, reasons: list[str]) -> 
 # Where a run's time went. Pure.
 #
 # Guarantee: every moment from the journal's first line to its last is in exactly one part, so the parts sum
-# to the whole. Where two claim a moment, a save goes before a step, a step before starting, that before
-# other.
+# to the whole. Where two parts claim a moment, a save goes before a step, a step before starting, and
+# starting before other.
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Ledger:
     productive: float = 0.0
     """Steps done for the first time."""
     recomputed: float = 0.0
-    """Steps that had been done before and were lost."""
+    """Steps done again because they had been lost."""
     saving: float = 0.0
     """Training stood still for a save."""
     starting: float = 0.0
@@ -265,7 +265,7 @@ class Ledger:
     down: float = 0.0
     """No attempt was running."""
     other: float = 0.0
-    """An attempt ran, and no completed step covers the time: evaluation, a step cut off, the shutdown."""
+    """An attempt ran, but no completed step covers the time: evaluation, a step cut off, the shutdown."""
 
     @property
     def whole(self) -> float:

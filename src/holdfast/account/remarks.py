@@ -1,7 +1,7 @@
 """What a run met without failing: dropped steps, stops, slow ranks, refusals, missing copies. Pure.
 
-None of these is a failure, and each of them is something that its owner wants to know of: a run whose page
-says "no incident" has met none of them either. So each has the answers that an incident has, and its cost.
+None of these is a failure, but the owner of a run wants to know about each of them: a run whose page says
+"no incident" has met none of them either. So each has the same answers as an incident, and its cost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.journal.events import (
 from holdfast.policy import is_slow
 
 NAMED = 5
-"""Steps that are named one by one."""
+"""How many steps are named one by one."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Remark:
     at: float
     """The first time."""
     what: str
-    """All of it in one line."""
+    """The whole remark in one line."""
     next: str
     count: int = 1
     who: str = ""
@@ -59,7 +59,7 @@ class Remark:
     done: str = ""
     cost: str = ""
     seconds: float = 0.0
-    """The time that it cost, as far as that is known."""
+    """The time that it cost, as far as known."""
     attempt: int = 0
 
 
@@ -74,7 +74,7 @@ KINDS = {
     "resized": "change of the number of ranks",
     "unfit": "node kept out",
 }
-"""What one of each kind is called."""
+"""What a remark of each kind is called."""
 
 
 def counts_by_kind(remarks: Sequence[Remark]) -> list[tuple[int, str]]:
@@ -87,7 +87,7 @@ def counts_by_kind(remarks: Sequence[Remark]) -> list[tuple[int, str]]:
 
 
 def answers_of(remark: Remark) -> list[tuple[str, str]]:
-    """The five answers, in the shape that those about an incident have."""
+    """The five answers, in the same shape as those about an incident."""
     asked = [
         ("who", remark.who),
         ("what", remark.did or remark.what),
@@ -99,8 +99,8 @@ def answers_of(remark: Remark) -> list[tuple[str, str]]:
 
 
 def remarks_of(lines: Sequence[JournalLine], incidents: Sequence[Incident] = ()) -> list[Remark]:
-    """Everything of that sort, oldest first; `found`: refusals that these tell of are not told again."""
-    told = {text.partition(":")[0] for incident in incidents for text in incident.refused}
+    """Everything of that sort, oldest first. `incidents`: refusals that these mention are not repeated."""
+    refused = {text.partition(":")[0] for incident in incidents for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
     slow: dict[str, StragglerFound] = {}
@@ -111,7 +111,7 @@ def remarks_of(lines: Sequence[JournalLine], incidents: Sequence[Incident] = ())
             first_drop = first_drop or line
             dropped.setdefault(body.step, body)
             continue
-        remark = _of(lines, index, told)
+        remark = _of(lines, index, refused)
         if remark is None:
             continue
         remark.attempt = line.attempt
@@ -136,7 +136,7 @@ def remarks_of(lines: Sequence[JournalLine], incidents: Sequence[Incident] = ())
 
 
 def _slow_saves(lines: Sequence[JournalLine]) -> dict[str, list[tuple[JournalLine, SaveCommitted]]]:
-    """By the directory that it was."""
+    """The slow saves, by the directory they were made in."""
     saves: dict[str, list[tuple[JournalLine, SaveCommitted]]] = {}
     for line in lines:
         if isinstance(line.body, SaveCommitted) and is_slow_save(line.body):
@@ -149,9 +149,9 @@ def is_slow_save(body: SaveCommitted) -> bool:
 
 
 def slow_storage_advice(blocked: float) -> str:
-    """What to do about it; `blocked`: the seconds for which training stood still."""
+    """What to do about it; `blocked`: how many seconds training stood still."""
     if blocked < 1:
-        return "use faster storage for checkpoints if saves are to be newer; training did not wait for it"
+        return "use faster storage for checkpoints if you want newer saves; training did not wait for it"
     return (
         "use faster storage for checkpoints, or set checkpoint.async_save = true: training then goes on "
         "during a save"
@@ -181,7 +181,7 @@ def _slow_storage(
         who=who,
         did=did,
         why=why,
-        done="told only: these saves were committed and are sound, and the run went on",
+        done="only reported: these saves were committed and are sound, and the run went on",
         cost=cost,
         seconds=blocked,
         attempt=saves[0][0].attempt,
@@ -241,7 +241,7 @@ def _look_at(body: StepRejected, steps: int) -> str:
 
 
 def drop_text(body: StepRejected) -> str:
-    """At the moment at which a step is dropped."""
+    """What to print when a step is dropped."""
     often = f", the {ordinal(body.in_a_row)} in a row" if body.in_a_row > 1 else ""
     lines = [
         f"{_ranks(body.ranks)} gave a result that is not usable in step {body.step}{often}",
@@ -259,7 +259,7 @@ def ordinal(number: int) -> str:
 
 
 def resize_text(body: Resumed) -> str:
-    """What going on with another number of ranks changed; empty if it is the same number."""
+    """What changed by going on with another number of ranks; empty if the number is the same."""
     was, now = body.saved_by, body.world_size
     if not was or not now or was == now:
         return ""
@@ -309,11 +309,11 @@ def _of(lines: Sequence[JournalLine], index: int, told: set[str]) -> Remark | No
 
 
 _FULL = ("No space left on device", "Disk quota exceeded")
-"""How an error says that there is no room."""
+"""Texts by which an error says that there is no space."""
 
 
 def _kept_out(body: HealthFailed, line: JournalLine) -> Remark:
-    """A node whose health checks did not let it take part."""
+    """A node that was kept from taking part by its health checks."""
     who, why = f"node {printable(body.node)}", "; ".join(printable(text) for text in body.problems)
     return Remark(
         "unfit", line.at, f"{who} did not take part: its health checks failed: {why}",
@@ -325,7 +325,7 @@ def _kept_out(body: HealthFailed, line: JournalLine) -> Remark:
 
 
 def _say_which(remark: Remark, lines: Sequence[JournalLine]) -> None:
-    """Of failed copies: of which checkpoints they were, and whether they were made later after all."""
+    """For failed copies: say which checkpoints they were of, and whether they were made later after all."""
     failed: dict[str, int] = {}
     for line in lines:
         body = line.body
@@ -383,7 +383,7 @@ def _stop(body: StopAsked, line: JournalLine, after: Sequence[JournalLine]) -> R
     )
     next_ = "run the same command to go on"
     account = next((one.body for one in own if isinstance(one.body, Account) and one.body.kind == STOP), None)
-    if account is not None:  # the launcher's own words; without it nobody made an account
+    if account is not None:  # the launcher's own words; without a launcher there is no account
         who, did, done, next_ = (
             printable(text) for text in (account.who, account.what, account.done, account.next)
         )
@@ -409,7 +409,7 @@ def _slow(body: StragglerFound, line: JournalLine) -> Remark:
     done = {
         "stop": "the run saves and stops, as the settings say",
         "exclude": "the run goes on without it, as the settings say",
-    }.get(body.then, "told only: the run went on with it")
+    }.get(body.then, "only reported: the run went on with it")
     return Remark(
         "slow",
         line.at,
@@ -429,8 +429,8 @@ def _add_up(remark: Remark, body: StragglerFound, lines: Sequence[JournalLine]) 
 
 
 def _waited_for(body: StragglerFound, lines: Sequence[JournalLine]) -> float:
-    """For how long the others waited for it in all, by what every comparison measured: how much later than
-    most it arrived in an average step, times the steps."""
+    """How long the others waited for it in all, as every comparison measured it: how much later than most it
+    arrived in an average step, times the steps."""
     total = sum(
         line.body.behind(body.rank, body.node) for line in lines if isinstance(line.body, StragglersReported)
     )

@@ -1,7 +1,7 @@
 """An account in words: in one line, as five answers, and as the story that the terminal tells. Pure.
 
-Fed with the journal's lines as they are written; each gives a line for people, or None. What it says of time
-and steps comes from `incidents`, which every other page uses too.
+The story is fed the journal's lines as they are written; each gives a line for people, or None. What it says
+about time and steps comes from `incidents`, which every other page uses too.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from holdfast.policy import Cause
 
 NOTHING = "nothing to do"
 NEEDS_NOTHING = "; the run itself needs nothing"
-"""How `next` ends where it asks for something that the run goes on without."""
+"""How `next` ends if it asks for something that the run does not have to wait for."""
 
 
 class Answer(NamedTuple):
-    """One of the five, for a person who has seen nothing else."""
+    """One of the five answers, for a person who has seen nothing else."""
 
     question: str
     text: str
 
 
 def incident_line(account: Account, resumed: int | None = None) -> str:
-    """An incident, what was decided about it and what is left to do, for alerts and `holdfast status`.
+    """An incident, what was decided about it, and what is left to do, for alerts and `holdfast status`.
     `resumed`: see `done_of`."""
     left = "" if account.next in ("", NOTHING) else f"; next: {printable(account.next)}"
     return f"{headline(account)} → {printable(done_of(account, resumed))}{left}"
 
 
 def incident_text(account: Account, run_dir: str) -> str:
-    """At the moment it happens: three or four lines if the run goes on, a few more if it does not."""
+    """What to print when it happens: three or four lines if the run goes on, a few more if it does not."""
     lines = [headline(account)]
     if account.why:
         lines.append(f"why:  {printable(account.why[0])}")
-    if account.cause == Cause.HANG and not account.ends:  # who waited is half of the answer
+    if account.cause == Cause.HANG and not account.ends:  # who waited is half the answer
         lines += [f"      {printable(text)}" for text in account.why[1:2]]
     if not account.ends:
         lines.append(f"done: {printable(account.done)}")
@@ -76,7 +76,7 @@ def incident_text(account: Account, run_dir: str) -> str:
 
 
 def stop_text(account: Account, run_dir: str) -> str:
-    """At the end of a run that was asked to stop."""
+    """What to print at the end of a run that was asked to stop."""
     lines = [f"stopped: {headline(account)}"]
     lines += [
         f"{'why: ' if not at else '     '} {printable(text)}" for at, text in enumerate(account.why[:3])
@@ -89,14 +89,14 @@ def stop_text(account: Account, run_dir: str) -> str:
 
 
 def cost_of(incident: Incident) -> str:
-    """What it cost, by the numbers that every page shows."""
+    """What it cost, in the numbers that every page shows."""
     lost = duration(incident.seconds_lost)
     account = incident.account
     if account is not None and account.ends and incident.open:
         return f"the run ended{_unsaved(account)}"
     if incident.open:
         return f"{lost} so far, {plural(incident.steps_lost, 'step')} to do again"
-    if incident.caught_up_at is None:  # the next one came first, and goes on from there
+    if incident.caught_up_at is None:  # the next incident came first, and continues from there
         return f"{lost} until the next incident"
     if not incident.steps_lost:
         return f"{lost} until it trained again, no step lost"
@@ -109,11 +109,11 @@ def cost_of(incident: Incident) -> str:
 
 
 LITTLE = 0.02
-"""Part of the time lost that is not worth a number of its own."""
+"""A share of the time lost that is too small for a number of its own."""
 
 
 def short_advice(next_: str) -> str:
-    """What is to be done, in a few words, for a line that has said much else; empty if nothing is."""
+    """What to do, in a few words, for a line that says much else already; empty if there is nothing to do."""
     asked = next_.removesuffix(NEEDS_NOTHING)
     if not asked or asked.startswith(NOTHING):
         return ""
@@ -133,7 +133,7 @@ def _unsaved(account: Account) -> str:
 def five_answers(incident: Incident) -> list[Answer]:
     """Who failed first, what happened, why, what was done and what it cost, what to do now."""
     account = incident.account
-    if account is None:  # of an older release, or of a run that nobody watched
+    if account is None:  # an older release wrote this, or nobody watched the run
         return [
             Answer("what", incident.what),
             Answer("why", "; ".join(incident.evidence[:3]) or "not recorded"),
@@ -157,31 +157,31 @@ def five_answers(incident: Incident) -> list[Answer]:
 
 
 AVOIDED = "avoided:"
-"""How the reason begins of a checkpoint that may be sound, and that the next attempt is to do without."""
+"""How the reason begins for a checkpoint that may be sound, but that the next attempt is to do without."""
 MOST_REFUSED = 20
-"""Refused checkpoints that are told of one by one, in one attempt."""
+"""How many refused checkpoints are shown one by one, in one attempt."""
 MOST_DROPPED = 20
-"""The same of dropped steps, in one launch."""
+"""How many dropped steps are shown one by one, in one launch."""
 
 
 class Story:
-    """One for a launch. `fell` is called when an incident is told."""
+    """The story of one launch. `fell` is called when an incident is reported."""
 
     def __init__(self) -> None:
         self._open: Account | None = None
         self.target = 0
-        """The step at which the run is back."""
+        """The step at which the run is back where it was."""
         self._refused: set[str] = set()
         self._suspects: set[str] = set()
-        """Checkpoints that may have been the cause of something, until it is known."""
+        """Checkpoints that may have been the cause of something, until that is known."""
         self._unsound = False
-        """Whether one of them was no good."""
+        """Whether a refused checkpoint was bad."""
         self._slow: set[str] = set()
-        """Storage that was told to be slow: the end says what it came to."""
+        """Storage that was reported as slow once; the last line says what it cost in all."""
         self._dropped = 0
 
     def fell(self, account: Account) -> None:
-        """An incident was told; if the run goes on, it is followed until it is back."""
+        """An incident was reported; if the run goes on, it is followed until it is back."""
         self._open = None if account.ends else account
         self.target = max(self.target, account.step or 0)
         self._suspects |= set(account.suspects)
@@ -207,7 +207,7 @@ class Story:
         return None
 
     def is_back(self, line: JournalLine) -> Account | None:
-        """The incident that this line ends: the run has done again what it had done before it."""
+        """The incident that this line ends, because the run has done again what it had done before."""
         account, body = self._open, line.body
         if account is None or not isinstance(body, StepsDone) or line.attempt <= account.attempt:
             return None
@@ -222,7 +222,7 @@ class Story:
             return None
         self._dropped += 1
         if self._dropped > MOST_DROPPED:
-            return "further dropped steps are not told here: `holdfast journal` has them all"
+            return "further dropped steps are not shown here: `holdfast journal` has them all"
         return drop_text(body)
 
     def _refuses(self, body: RungRejected) -> str | None:
@@ -235,7 +235,7 @@ class Story:
         which = f"at step {name.step} ({printable(body.checkpoint)})" if name else printable(body.checkpoint)
         why = "; ".join(printable(reason) for reason in body.reasons) or "it may not be used"
         if passed_over:
-            return f"the checkpoint {which} is passed over: what failed may come from it"
+            return f"the checkpoint {which} is passed over: it may be the cause of the failure"
         return f"the checkpoint {which} was refused: {why}"
 
 
@@ -257,7 +257,7 @@ def _slow_storage_text(body: SaveCommitted) -> str:
 
 
 def back_line(incident: Incident, step: int) -> str:
-    """Said once the run has caught up."""
+    """What to print once the run has caught up."""
     redone = f", {plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
     account = incident.account
     left = short_advice(account.next) if account is not None else ""
@@ -273,7 +273,7 @@ def closing_line(incidents: list[Incident], remarks: list[Remark], steps: int, r
 
 
 def finished_line(incidents: list[Incident], remarks: list[Remark], steps: int) -> str:
-    """How a run that finished came through, for the terminal's last line and the report's first."""
+    """How a finished run got through, for the terminal's last line and the report's first."""
     if not incidents and not remarks:
         return f"finished: {plural(steps, 'step')}, no incident"
     restarts = sum(one.account is None or not one.account.ends for one in incidents)
@@ -282,7 +282,7 @@ def finished_line(incidents: list[Incident], remarks: list[Remark], steps: int) 
     what += [f"{plural(redone, 'step')} done again"] if redone else []
     what += [f"{duration(sum(one.seconds_lost for one in incidents))} lost"] if incidents else []
     asked = [one.account.next for one in incidents if one.account is not None]
-    asked += [one.next for one in remarks if one.kind != "stop"]  # it went on since
+    asked += [one.next for one in remarks if one.kind != "stop"]  # it has gone on since
     left = list(dict.fromkeys(filter(None, map(short_advice, asked))))
     more = f", and {len(left) - 1} more" if len(left) > 1 else ""
     to_do = f"; to do: {left[-1]}{more}" if left else f", {NOTHING}"
@@ -292,7 +292,7 @@ def finished_line(incidents: list[Incident], remarks: list[Remark], steps: int) 
 
 
 def _costliest(remarks: list[Remark], kind: str) -> str:
-    """What the slow rank, or the slow save, that cost most came to: a count alone says nothing about it."""
+    """The cost of the costliest slow rank, or slow save: a count alone says nothing about it."""
     candidates = [remark for remark in remarks if remark.kind == kind]
     most = max(candidates, key=lambda remark: remark.seconds, default=None)
     if most is None:

@@ -1,8 +1,8 @@
 """The append-only record of a run's events and decisions.
 
-For writing events as they happen, reading them while they are written, and saying them in a line of text.
+For writing events as they happen, reading them while they are being written, and showing each as a line.
 Promises: an event is one JSON line, typed, versioned and never changed; older journals are read.
-Never: hold a run up because the journal cannot be written; decide by what it says.
+Never: hold up a run because the journal cannot be written, or decide anything by what it says.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Fields are only ever added, with defaults; a reader keeps an event it does not know as `Unknown`, so journals
 of newer releases stay readable.
 
-Guarantee: what an event renders is one line, safe to print, with details of one line each. A worker's message
-may hold anything, so control characters (which could steer a terminal) are shown as escapes, and very long
-text is cut.
+Guarantee: an event renders as one line, safe to print, with details of one line each. A worker's message may
+hold anything, so control characters (which could steer a terminal) are shown as escapes, and very long text
+is cut.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Event(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True)
         raise NotImplementedError(f"{type(self).__name__} does not say how it is shown")
 
     def save_line(self) -> str | None:
-        """What `holdfast run` prints if this is an event of a save; None if it is not. See `SaveLines`."""
+        """What `holdfast run` prints if this event is about a save, else None. See `SaveLines`."""
         return None
 
 
@@ -43,7 +43,7 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 def event_name(body: Event | Unknown) -> str:
-    """The tag that a body has in the file."""
+    """The tag of a body in the file."""
     if isinstance(body, Unknown):
         return body.event
     return str(body.__struct_config__.tag)

@@ -80,7 +80,7 @@ EVENT_NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in
 """Every tag this release writes."""
 
 TIMES = (-1e9, 1e11)
-"""What `at` can be, from a clock that was never set to the year 5138; no clock shows anything else."""
+"""The range of `at`: from a clock that was never set, to the year 5138. No clock shows a time outside it."""
 
 
 class JournalLine(msgspec.Struct, kw_only=True):
@@ -93,7 +93,7 @@ class JournalLine(msgspec.Struct, kw_only=True):
     """`agent-<node>`, `rank-<global rank>`, `drain`, `read-back` or `operator`."""
     attempt: int
     seq: int
-    """Rises by one per writer, so that a gap shows."""
+    """Rises by one with each of a writer's lines, so that a gap shows."""
     body: AnyEvent | Unknown
 
 

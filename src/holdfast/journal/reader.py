@@ -37,14 +37,14 @@ class JournalReader:
     """Follows every file of one journal directory; each `poll` returns what is new, oldest first."""
 
     def __init__(self, directory: Path, *, since: int = 0, writers: frozenset[str] | None = None) -> None:
-        """Skips attempts numbered below `since`, and, if `writers` is given, the files of all others."""
+        """Skips attempts numbered below `since` and, if `writers` is given, the files of other writers."""
         self._directory = directory
         self._since = since
         self._writers = writers
         self._offsets: dict[Path, int] = {}
         self._newest: dict[Path, float] = {}
         self.unreadable = 0
-        """Lines met so far that are not journal lines."""
+        """How many lines so far were not journal lines."""
         self.unopened: dict[str, str] = {}
         """Files that could not be read at the last look, and why; an empty name is the directory itself."""
 
@@ -52,7 +52,7 @@ class JournalReader:
         return [line for line, _ in self.poll_raw()]
 
     def poll_raw(self) -> list[tuple[JournalLine, bytes]]:
-        """Like `poll`, each line with its bytes in the file (they may hold fields of a newer release)."""
+        """Like `poll`, with each line's bytes in the file (which may hold fields of a newer release)."""
         found: list[tuple[float, JournalLine, bytes]] = []
         for path in self._files():
             number = path.name.partition("-")[0]
@@ -112,7 +112,7 @@ class JournalReader:
 
 
 def writer_of(name: str) -> str:
-    """Who writes a file of the journal, by its name `<attempt>-<who>-<pid>.jsonl`."""
+    """The writer of a journal file, from its name `<attempt>-<who>-<pid>.jsonl`."""
     return name.partition("-")[2].rpartition("-")[0]
 
 
@@ -181,7 +181,7 @@ def tails(journal: Path, files: list[str], attempt: int, who: str) -> list[Journ
 
 
 def batches(journal: Path, files: list[str], attempt: int) -> list[Batch]:
-    """The newest batches of an attempt, oldest first. `files` are the names in the journal's directory."""
+    """The newest batches of an attempt, oldest first. `files`: the names in the journal's directory."""
     return [
         Batch(line.at, body.first + len(body.seconds) - 1, body.seconds, body.loss)
         for line in tails(journal, files, attempt, REPORTER)
@@ -196,7 +196,7 @@ def last_step(journal: Path, files: list[str], attempt: int) -> int | None:
 
 
 def unfinished_save(journal: Path, files: list[str], attempt: int, *, background: bool = False) -> str | None:
-    """The checkpoint of the last save that the ranks of an attempt began, if they did not end that save.
+    """The checkpoint of the last save that the ranks of an attempt began, if they did not finish it.
 
     A save in the background counts only if `background` is set: its writer may still commit it after its rank
     has ended.
@@ -217,7 +217,7 @@ def unfinished_save(journal: Path, files: list[str], attempt: int, *, background
 
 
 def last_loss(found: list[Batch]) -> float | str | None:
-    """The newest loss that was recorded, as JSON can carry it."""
+    """The newest recorded loss, in a form that JSON can carry."""
     recorded = (loss for batch in reversed(found) for loss in reversed(batch.loss) if loss is not None)
     return encode_loss(decode_loss(next(recorded, None)))
 

@@ -6,7 +6,7 @@ lines never interleave, a reader may follow at any time, and a crash can tear on
 A journal that cannot be written must not end a healthy run: the first failure is logged, the file is opened
 afresh for each later event, and the number of lost events is written as soon as writing works. Nor must it
 hold up a run: where the file system does not answer, a thread does the writing, a bounded number of events
-waits for it, and what does not fit counts as lost. A value that JSON cannot carry is written as its text.
+wait for it, and those that do not fit count as lost. A value that JSON cannot carry is written as its text.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class JournalWriter:
             self._lose(error)
             return
         if not self._aside.do(lambda: self._write(body, at)):
-            self._lose(OSError(f"the file system does not answer, and {MOST_WAITING} events wait already"))
+            self._lose(OSError(f"the file system does not answer, and {MOST_WAITING} events are waiting"))
         self._tell_stall()
 
     def _tell_stall(self) -> None:
@@ -87,7 +87,7 @@ class JournalWriter:
         if hangs and not self._stalled:
             log.error(
                 "holdfast: the journal %s cannot be written now: the file system does not answer; training "
-                "goes on, and up to %d events wait for it",
+                "goes on, and up to %d events are kept until it does",
                 self._path,
                 MOST_WAITING,
             )
@@ -112,7 +112,9 @@ class JournalWriter:
             self._lost += 1
             first = self._lost == 1
         if first:
-            log.error("holdfast: cannot write the journal %s: %s; it goes on without", self._path, error)
+            log.error(
+                "holdfast: cannot write the journal %s: %s; the run goes on without it", self._path, error
+            )
 
     def _open(self) -> None:
         if self._fd is not None:

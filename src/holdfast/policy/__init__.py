@@ -1,10 +1,10 @@
-"""Pure decisions that several rooms, and a simulator, run: history in, decision out.
+"""Pure decisions that several rooms, and a simulator, use: history in, decision out.
 
-For what ended an attempt, what to do about it, who may take part, when to stop, what to keep and what is
-suspect.
+For deciding what ended an attempt, what to do about it, who may take part, when to stop, what to keep and
+what is suspect.
 Promises: the same values give the same decision, on every rank and at any time; every sequence of faults
 ends.
-Never: read a clock, a file or the environment, start anything, or import what does.
+Never: read a clock, a file or the environment, start anything, or import a module that does.
 """
 
 from __future__ import annotations

@@ -2,23 +2,23 @@
 
 Guarantee: restarts are counted over the run's whole durable history, across launches, and refunded only
 when the highest-ever committed step rises, when an attempt finishes, or when an operator resets them; a run
-that somebody has sent elsewhere (`checkpoint.resume_from`, a pin) is measured by what it reached since. So
-neither a quick rejoin nor a new launch buys restarts, and a run that makes progress is never stopped for the
-number of faults it survived.
+that somebody has sent elsewhere (`checkpoint.resume_from`, a pin) is measured by what it reached after that.
+So neither a quick rejoin nor a new launch buys restarts, and a run that makes progress is never stopped for
+the number of faults it survived.
 
 Launches that nobody watches (a pod's restart policy, a requeue, a shell loop) are bounded as well: after
 `MAX_FAILED_LAUNCHES` that failed, or `MAX_LAUNCHES` whatever ended them, in a row and without progress, the
-next is refused. Only launches of the same script, arguments and settings make a row: whoever changed
-something, or reset the budget, is let in.
+next is refused. Only launches of the same script, arguments and settings count as a row: whoever changed
+something, or reset the budget, may launch again.
 
 `launch.max_restarts` is the cap for the whole job. Below it each cause has its own, in `BUDGETS`: a high
 `max_restarts` is meant for machines that fail often, not for one fault that comes back a hundred times.
-Preemption uses up none of the job's restarts, because it says nothing about the job, and is bounded by its
-own numbers alone.
+Preemption uses up none of the job's restarts, because it says nothing about the job; it is bounded by its own
+numbers alone.
 
 What counts as progress is a *committed* step whose checkpoint is neither suspect nor condemned when the
-attempt ends. A *proven* one would be too much to ask: a checkpoint is proven at the resume that uses it, so a
-run that only ever saves would earn nothing. That bad state may have been committed does no harm: the highest
+attempt ends. To ask for a *proven* one would be too much: a checkpoint is proven at the resume that uses it,
+so a run that only ever saves would earn nothing. It does no harm if bad state has been committed: the highest
 step ever counts, so the same steps, replayed from a lower rung, earn nothing a second time.
 """
 
@@ -33,17 +33,17 @@ from holdfast.policy.results import Findings, Rejection
 from holdfast.policy.signs import Cause
 
 MAX_REGROUPS = 10
-"""Restarts for a change of membership that may happen without progress; further nodes have to wait."""
+"""Restarts for a change of membership allowed without progress; after that, new nodes have to wait."""
 MAX_REQUEUES = 5
-"""Times that a job may be given back to its scheduler without progress; then it needs a person."""
+"""How often a job may be given back to its scheduler without progress; then it needs a person."""
 MAX_FAILED_LAUNCHES = 1 + MAX_REQUEUES
-"""Launches in a row that may fail without progress: the first, and as many as a scheduler may make of it."""
+"""Launches in a row that may fail without progress: the first, and as many requeues as are allowed."""
 LONG_LAUNCH = 3600.0
-"""Seconds after which a launch that failed is not taken for one that fails at once, unless it is known to
-have made no progress: what a loop of such launches costs is bounded by `MAX_LAUNCHES` alone."""
+"""A launch that failed after more seconds than this does not count as failing at once, unless it is known to
+have made no progress: the cost of a loop of such launches is bounded by `MAX_LAUNCHES` alone."""
 RERUNS = 2
 """Restarts without progress after exit code 16: one on other devices tells a bad device from bad work, the
-second confirms it. What is rejected still fails validation (17)."""
+second confirms it. A step that is still rejected then has failed validation (17)."""
 
 
 class CauseBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +53,10 @@ class CauseBudget(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int
     """How often the very same cycle may be run again; see `variation`."""
     vary_first: bool = False
-    """Whether varying something comes before repeating."""
+    """Whether to vary something before repeating."""
     per_window: int = 0
     window: float = 0.0
-    """At most so many restarts in so many seconds; 0 means no such limit."""
+    """At most this many restarts within this many seconds; 0 means no such limit."""
     why: str
 
 
@@ -82,7 +82,7 @@ BUDGETS: Mapping[Cause, CauseBudget] = {
     Cause.JOB: CauseBudget(
         restarts=4,
         repeats=2,
-        why="an error of the script repeats; one that says what it is, is not even run a third time",
+        why="an error of the script repeats; one that says what it is does not even get a third run",
     ),
     Cause.DATA: CauseBudget(
         restarts=4,
@@ -103,48 +103,48 @@ BUDGETS: Mapping[Cause, CauseBudget] = {
     Cause.UNKNOWN: CauseBudget(
         restarts=6,
         repeats=2,
-        why="nothing is known: the same place first, twice, for most of it passes; then something varies",
+        why="nothing is known: first the same place, twice, as most faults pass; then something varies",
     ),
 }
-"""Restarts without progress that each cause is given, within `launch.max_restarts`."""
+"""How many restarts without progress each cause is given, within `launch.max_restarts`."""
 
 MAX_LAUNCHES = BUDGETS[Cause.PREEMPTION].restarts
-"""Launches in a row that may end without progress, whatever ended them: one that was killed or stopped before
-it could save was at best preempted, and nothing that ends a run is given more than preemption is."""
+"""Launches in a row that may end without progress, whatever ended them: a launch that was killed or stopped
+before it could save was at best preempted, and no cause is given more than preemption is."""
 
 MOST_IDENTICAL = 1 + max(RERUNS, *(b.repeats for c, b in BUDGETS.items() if c is not Cause.PREEMPTION))
-"""How often one and the same cycle is ever run without progress; preempted, as often as that may restart."""
+"""How often the very same cycle is ever run without progress; for preemption, as often as it may restart."""
 
 
 class PastAttempt(Diagnosis, frozen=True, kw_only=True):
-    """One attempt as recovery sees it, with what ended it. What an older release did not record has its
+    """One attempt as recovery sees it, with what ended it. Whatever an older release did not record has its
     default."""
 
     number: int
     launch: str
     started_with: str = ""
-    """What was started, as a digest of script, arguments and settings; empty if that is not known."""
+    """What was started, as a digest of script, arguments and settings; empty if not known."""
     outcome: str
     """finished, failed, stopped or lost (its launcher died before it could write an end)."""
     cause: str = ""
     highest_step: int = 0
-    """Highest step committed by anyone when it ended; 0 if that is not known."""
+    """Highest step that any attempt had committed when it ended; 0 if not known."""
     saved: int = 0
     """Highest step that it committed itself; 0 if none, or not known."""
     sent: bool = False
-    """Whether somebody told it where to begin: what the run had reached before is no measure for it."""
+    """Whether somebody told it where to begin: then it is not measured by what the run had reached before."""
     began: bool = True
-    """Whether any rank got as far as Run or a step; True where that is not known."""
+    """Whether any rank got as far as Run or a step; True if not known."""
     seconds: float = 0.0
     """How long it lasted."""
     at: float = 0.0
-    """When it ended, in seconds since 1970; 0 if that is not known."""
+    """When it ended, in seconds since 1970; 0 if not known."""
     nodes: list[str] = msgspec.field(default_factory=list)
     """In the plain order: by rank before any rotation."""
     node_count: int = 0
     world_size: int = 0
     placement: str = ""
-    """Which rank ran on which device, as `rotation.describe` says it."""
+    """Which rank ran on which device, in the words of `placement.describe_devices`."""
     rotation: int = 0
     """The shift that `placement` came from."""
     last_step: int | None = None
@@ -154,7 +154,7 @@ class PastAttempt(Diagnosis, frozen=True, kw_only=True):
     action: str = ""
     """What was decided after it."""
     decided: Findings = Findings()
-    """What that decision found out, and told the next attempt. Flat in the record (`record.history`)."""
+    """What that decision found out and told the next attempt. Flat in the record (`record.history`)."""
 
 
 def highest_step(history: Sequence[PastAttempt]) -> int:
@@ -181,8 +181,8 @@ def since_progress(
 def episode(history: Sequence[PastAttempt], forgiven: int = 0) -> list[PastAttempt]:
     """The attempts that ended at the present highest step, oldest first.
 
-    These are the ones after the last progress and the one that made it: it, too, failed at that step; but
-    not one that finished.
+    These are the attempts after the last progress, and the one that made it, since it too failed at that
+    step; but not one that finished.
     """
     ordered, moved = [attempt for _, attempt in _pairs(history)], _moved(history)
     start = 0
@@ -195,8 +195,8 @@ def episode(history: Sequence[PastAttempt], forgiven: int = 0) -> list[PastAttem
 
 
 def _moved(history: Sequence[PastAttempt]) -> set[int]:
-    """The attempts that made progress: got further than any before them, or, once somebody has sent the run
-    elsewhere, further than any since. Going back by a decision of recovery's own is no such thing."""
+    """The attempts that made progress: they got further than any before them or, once somebody has sent the
+    run elsewhere, further than any since. Being sent back by recovery's own decision does not count."""
     found: set[int] = set()
     best, reached, sent = 0, 0, False
     for _, attempt in _pairs(history):
@@ -218,7 +218,7 @@ def _pairs(history: Sequence[PastAttempt]) -> Iterator[tuple[PastAttempt | None,
 def _restarts(history: Sequence[PastAttempt], forgiven: int) -> Iterator[PastAttempt]:
     """For each restart since the last progress, the attempt that made it necessary.
 
-    The first attempt of a launch is no restart: somebody asked for it.
+    The first attempt of a launch is not a restart: somebody asked for it.
     """
     for before, attempt in since_progress(history, forgiven):
         if before is not None and before.launch == attempt.launch and before.outcome != "stopped":
@@ -240,7 +240,7 @@ def restarts_left(history: Sequence[PastAttempt], max_restarts: int, forgiven: i
 
 
 def recent(cause: Cause, attempts: Sequence[PastAttempt], now: float) -> int:
-    """How many of the attempts ended for a cause within its window; those of unknown time count."""
+    """How many of the attempts ended for a cause within its window, counting those of unknown time."""
     window = BUDGETS[cause].window
     return sum(a.cause == cause and (not a.at or not now or now - a.at <= window) for a in attempts)
 
@@ -254,7 +254,7 @@ def most_restarts(max_restarts: int) -> int:
 
 
 def may_regroup(history: Sequence[PastAttempt]) -> bool:
-    """Whether another restart for a change of membership is allowed. These are not failures, but bounded."""
+    """Whether another restart for a change of membership is allowed. They are not failures, yet bounded."""
     regroups = sum(
         before is not None and before.launch == attempt.launch and before.outcome == "stopped"
         for before, attempt in since_progress(history)
@@ -267,8 +267,9 @@ def launches_without_progress(
 ) -> list[list[PastAttempt]]:
     """The launches in the present row, oldest first, each with its attempts.
 
-    The row is of launches of the very same thing; one that got further than any before it, or finished, ends
-    it, and so does what an operator has forgiven. Without knowing what is started there is no row.
+    A row consists of launches of the very same thing. A launch that got further than any before it, or
+    finished, breaks it off, and so does one that an operator has forgiven. If it is not known what is
+    started, there is no row.
     """
     launches: dict[str, list[PastAttempt]] = {}
     moved = _moved(history)
@@ -285,7 +286,7 @@ def launches_without_progress(
 
 
 def launch_refused(history: Sequence[PastAttempt], started_with: str, forgiven: int = 0) -> str:
-    """Why another launch of the same thing is not begun, in words; empty if it may be."""
+    """Why another launch of the same thing is refused, in words; empty if it may begin."""
     row = launches_without_progress(history, started_with, forgiven)
     failed = [one for one in row if _has_failed(one, known=highest_step(history) > 0)]
     if len(failed) < MAX_FAILED_LAUNCHES and len(row) < MAX_LAUNCHES:
@@ -301,8 +302,9 @@ def launch_refused(history: Sequence[PastAttempt], started_with: str, forgiven: 
 
 
 def _has_failed(launch: Sequence[PastAttempt], *, known: bool) -> bool:
-    """Whether a launch failed for nothing. `known`: whether this run has ever shown any progress. If not,
-    because its script saves by itself and tells nobody, one that lasted may have made some."""
+    """Whether a launch failed and achieved nothing. `known`: whether this run has ever shown any progress. If
+    it has not, perhaps because its script saves by itself and tells nobody, then a launch that lasted may
+    have made some."""
     if launch[-1].outcome != "failed" or launch[-1].cause == Cause.PREEMPTION:
         return False
     return known or sum(attempt.seconds for attempt in launch) < LONG_LAUNCH

@@ -6,12 +6,13 @@ that says nothing clear is `unknown` rather than a guess.
 When one rank dies, its peers fail too, often sooner as far as the agent can see: their connection is gone.
 Such failures are symptoms. The root cause is the earliest thing seen that is not one; only a device that is
 known to be broken outranks what came before it, because kernel logs are read late. A rank that left with exit
-code 0 is one if its peers then only lost it, or wait for it; if anything else went wrong, it was done.
+code 0 is the root cause if its peers then did nothing but lose it, or wait for it; if anything else went
+wrong, that rank had simply finished.
 
-What kind of thing it was is decided in this order: what the hardware and the kernel say; exit codes and
-signals that mean one thing; what the configuration adds; the classes of the exception and of those that led
-to it (`signs.TYPES`), with their errno; texts (`signs.SIGNS`), in the exceptions or, where a rank left none,
-in its last lines of standard error.
+The kind of the root cause is decided in this order: what the hardware and the kernel say; exit codes and
+signals that mean only one thing; what the configuration adds; the classes of the exception and of those that
+led to it (`signs.TYPES`), with their errno; texts (`signs.SIGNS`), in the exceptions or, where a rank left
+none, in its last lines of standard error.
 """
 
 from __future__ import annotations
@@ -56,23 +57,23 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What an incident was; an attempt in the history of a run (`budgets.PastAttempt`) is one too."""
 
     cause: str
-    """One of `signs.Cause`; of another release's record perhaps none of them, and empty if nothing failed."""
+    """One of `signs.Cause`, or perhaps another word in another release's record; empty if nothing failed."""
     exit_code: int = 0
-    """Of the worker that the others followed; 0 where the root cause is no worker's end."""
+    """That of the worker that the others followed; 0 where the root cause is not the end of a worker."""
     message: str = ""
     section: str = ""
-    """In which a rank hung."""
+    """The section in which a rank hung."""
     culprit_node: str = ""
     culprit_device: str = ""
-    """Where it went wrong, if the evidence says so and the cause is one that a place can have."""
+    """Where it went wrong, if the evidence says so and the cause is one that a place can be blamed for."""
     named: bool = False
     """Whether the hardware itself accuses that device."""
     alike: bool = False
-    """Whether the ranks failed with one and the same error of their own; see `_alike`."""
+    """Whether the ranks all failed with the same error of their own; see `_alike`."""
     same_ranks: int = 0
     """How many of them ended with that very error; 0 if not known."""
     root_rank: int | None = None
-    """The rank whose end it was; None where the root cause is no worker's end."""
+    """The rank whose end it was; None where the root cause is not the end of a worker."""
     rung: str = ""
     """The checkpoint that was loaded; empty for a fresh start."""
     steps: int | None = None
@@ -84,13 +85,13 @@ _AT_IMPORT = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "In
 """Errors of a script's first lines, which all ranks share."""
 
 _OF_TORCH = re.compile(r"\b(gloo|nccl|c10d|tcpstore)\b|\.(cc|cpp|cu|h|hpp):\d+\]", re.IGNORECASE)
-"""What stands in a RuntimeError that torch raised about its peers, and hardly in one of the script."""
+"""Text that occurs in a RuntimeError that torch raises about its peers, and hardly in one from the script."""
 _NO_PEERS = re.compile(
     r"traceback \(most recent|failed to (listen|bind)|eaddrinuse|address already in use|name resolution"
     r"|service not known|could not be resolved",
     re.IGNORECASE,
 )
-"""What another process of this rank met, and what is wrong with this machine's own socket or its names."""
+"""Signs that another process of this rank failed, or that this machine's own socket or names are at fault."""
 
 _ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -110,7 +111,7 @@ _BY_CODE = {
 }
 
 _SYMPTOMS = frozenset({ExitCode.DECISION_TIMEOUT, ExitCode.HANDED_OVER})
-"""Codes that say of what another rank's fault has led to, never of a fault."""
+"""Codes that report what another rank's fault has led to, never a fault of their own."""
 
 _BY_KIND = {
     Kind.STEP: Cause.UNKNOWN,
@@ -130,11 +131,11 @@ def is_symptom(exit_code: int, message: str) -> bool:
 
 
 def loss_of_peer(errors: Sequence[Raised]) -> Raised | None:
-    """The exception by which a rank lost a peer, if what ended it began with that; None if it did not.
+    """The exception by which a rank lost a peer, if what ended the rank began with that; else None.
 
     Stricter than `is_symptom`, which weighs one rank's end against the others': here the words alone decide
-    that nobody need read on. So they must be torch's own, of a group or a store, and nothing of this rank's
-    may have come before them. `errors`: from the outermost on, as `Raised` has them.
+    that nobody needs to read on. So they must be torch's own, about a group or a store, and no error of this
+    rank's own may have come before them. `errors`: from the outermost on, as `Raised` has them.
     """
     if len(errors) >= MOST_RAISED or any("Group" in name for one in errors for name in one.types[:1]):
         return None  # what came first may be missing, or be one of several
@@ -167,8 +168,8 @@ def _doubt(failure: WorkerEnd) -> int:
     if is_symptom(failure.exit_code, failure.message):
         return 2
     if any(is_of_lost_peer(in_words(one)) for one in failure.errors):
-        return 2  # what it raised when it had lost a peer
-    # NCCL's watchdog aborts the process when a peer is lost. Who left with 0 may have been done.
+        return 2  # it raised this because it had lost a peer
+    # NCCL's watchdog aborts the process when a peer is lost. A rank that left with 0 may have been done.
     return int(failure.exit_code == -signal.SIGABRT or failure.left)
 
 
@@ -178,9 +179,9 @@ def root_cause(failures: Sequence[F]) -> F:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """What an incident was, where, and how soon after which load."""
+    """What an incident was, where it happened, and how soon after which load."""
     found = _diagnose(evidence)
-    # Who hangs after its loop has used what was loaded to the end, even if no step was left to do.
+    # A rank that hangs after its loop used what was loaded to the end, even if no step was left to do.
     hangs = evidence.hangs if found.cause == Cause.HANG else []
     over = bool(hangs) and all(hang.exiting for hang in hangs)
     return msgspec.structs.replace(found, rung=evidence.rung, steps=None if over else evidence.steps)
@@ -189,8 +190,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 def of_rejection(found: Diagnosis, rejection: Rejection | None) -> Diagnosis:
     """What an incident was if the ranks rejected a result before they ended.
 
-    They had agreed on it before any of them ended, so whatever else was lost followed; only an end with a
-    code of its own counts more. All ranks end with 16: which of them was seen first accuses no place.
+    They had agreed on it before any of them ended, so any other loss followed from it; only an end with a
+    code of its own counts for more. All ranks end with 16, so the one that was seen first accuses no place.
     """
     if rejection is None or found.exit_code not in (0, ExitCode.RERUN_WANTED):
         return found
@@ -251,7 +252,7 @@ def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
     for end in evidence.ends:
         if end.left and end.rank in waited_for:
             yield (0, end.at, _tie(end)), end
-    # An adapter that has failed leaves others waiting: neither they nor what they loaded are to blame.
+    # An adapter that has failed leaves others waiting: neither they nor what they loaded is to blame.
     follows = 3 if any(_tells_of_fabric(end) for end in evidence.ends) else 0
     for hang in evidence.hangs:
         yield (follows, hang.at, _tie(hang)), hang
@@ -264,7 +265,7 @@ def _tells_of_fabric(end: WorkerEnd) -> bool:
 
 
 def _is_broken(error: DeviceError) -> bool:
-    """Whether the hardware itself says so. A number says it better than the words around it."""
+    """Whether the hardware itself says that it is broken. An XID says it better than the words around it."""
     if error.uncorrectable or error.xid is None:
         return error.uncorrectable or is_of_hardware(error.message)
     return proves_broken(error.xid)
@@ -276,7 +277,7 @@ def _tie(item: _Item) -> bytes:
 
 
 def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:
-    """Those that wait are the victims of those that are missing; who hangs alone is its own culprit."""
+    """Ranks that wait are victims of those that are missing; a rank that hangs alone is its own culprit."""
     missing = {node for hang in hangs for node in hang.missing_nodes}
     waiting = any(hang.missing for hang in hangs)
     node = device = ""
@@ -289,14 +290,14 @@ def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:
 
 def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
     if end.left:
-        told = f"rank {end.rank} left with exit code 0 before its peers"
-        return Diagnosis(cause=Cause.JOB, message=told, root_rank=end.rank)
+        message = f"rank {end.rank} left with exit code 0 before its peers"
+        return Diagnosis(cause=Cause.JOB, message=message, root_rank=end.rank)
     same = _same_ranks(end, evidence)
     alike = _alike(end, evidence, same)
     found = _classify_end(end, evidence.causes)
     if found.cause is Cause.JOB and not alike and _error_class(end) in _AT_IMPORT:
-        # The others run the same lines. What only some of them cannot import lies with their node, or with
-        # what the script does on that rank: one more try tells.
+        # The others run the same lines. If only some of them cannot import something, the fault is with their
+        # node, or with what the script does on that rank: one more try will tell.
         found = Found(Cause.UNKNOWN)
     placed = found.cause in _HAS_A_PLACE and found.here and _doubt(end) < 2
     return Diagnosis(
@@ -313,15 +314,15 @@ def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
 
 
 def _same_ranks(root: WorkerEnd, evidence: Evidence) -> int:
-    told = (root.exit_code, comparable(root.message))
-    return sum((end.exit_code, comparable(end.message)) == told for end in evidence.ends)
+    root_error = (root.exit_code, comparable(root.message))
+    return sum((end.exit_code, comparable(end.message)) == root_error for end in evidence.ends)
 
 
 def _alike(root: WorkerEnd, evidence: Evidence, same: int) -> bool:
-    """Whether no rank tells another story, and most tell this one.
+    """Whether no rank tells a different story, and most tell this one.
 
-    Not all: the agent stops the others as soon as it sees the first one fail. Exit code 2 without a word is
-    how a script refuses its own arguments, which are the same on all ranks.
+    "Most", not "all": the agent stops the others as soon as it sees the first one fail. Exit code 2 without a
+    word is how a script refuses its own arguments, which are the same on all ranks.
     """
     if evidence.hangs or evidence.lost:
         return False
@@ -347,7 +348,7 @@ def _error_class(end: WorkerEnd) -> str:
 def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
     """First what the kernel says, then codes that mean one thing, then the configuration, then exceptions.
 
-    What nothing of this matches is the job's own if the class of the exception says so, and else unknown.
+    If none of this matches, the cause is the job if the class of the exception says so, else unknown.
     """
     code = end.exit_code
     if code > 128 and code - 128 in signal.valid_signals():
@@ -365,11 +366,11 @@ def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
         for cause, pattern in added:
             if re.search(pattern, text, re.IGNORECASE):
                 return Found(Cause(cause))
-    told = [one for link in chain if (one := found_in(link)) is not None]
+    classified = [one for link in chain if (one := found_in(link)) is not None]
     if any(is_of_fabric(in_words(link)) for link in chain):
         return Found(Cause.INFRASTRUCTURE)
-    if told:
-        return next((one for one in told if one.cause is not Cause.UNKNOWN), told[0])
+    if classified:
+        return next((one for one in classified if one.cause is not Cause.UNKNOWN), classified[0])
     raised = bool(end.errors) or bool(end.message and not end.heard)
     if code > 0 and (code == ExitCode.USAGE or (raised and is_own(chain[0]))):
         return Found(Cause.JOB)

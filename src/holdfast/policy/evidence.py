@@ -1,7 +1,7 @@
-"""What an incident left to judge by: ends, frames to blame, missing ranks, faults. Plain values. Pure.
+"""What an incident left to judge it by: ends, frames to blame, missing ranks, faults. Plain values. Pure.
 
-Whatever is not known is left out, and every field but what identifies a thing has a default; so evidence of
-an older release, or of a node that could not say more, is evidence too.
+Whatever is not known is left out, and every field has a default except those that identify a thing; so the
+evidence of an older release, or of a node that could not say more, is evidence too.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True):
     """One exception of the chain that ended a worker."""
 
     types: list[str] = []
-    """Its class and those that it derives from, with their modules (`torch.distributed.DistBackendError`),
-    its own first; those of Python itself without a module, and without `Exception` and what is above it."""
+    """Its class and the classes that it derives from, its own first, with their modules
+    (`torch.distributed.DistBackendError`). Python's own classes have no module here, and `Exception` and
+    those above it are left out."""
     message: str = ""
     errno: int | None = None
     where: str = ""
-    """The user's own line that it came from, as `train.py:44 in __getitem__`; see `frames.where_of`. Empty if
-    that is not known."""
+    """The user's own line that it came from, as `train.py:44 in __getitem__`; see `where_of`. Empty if not
+    known."""
 
 
 class MemoryKill(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kernel counted when it killed something of a job for lack of memory."""
+    """What the kernel counted when it killed a process of the job for lack of memory."""
 
     kills: int
     """By how much its counter rose in this attempt."""
     group: str = ""
     """The control group (cgroup) that has the counter; empty if not known."""
     limit: int | None = None
-    """Bytes that the tightest of the groups may use; None if none has a limit."""
+    """Bytes that the group with the tightest limit may use; None if no group has a limit."""
     limited: str = ""
     """The group that has this limit: the one that has the counter, or one above it."""
 
 
 KERNEL_OOM = "killed by the kernel for lack of memory"
-"""How the agent's message begins when the kernel's counters say so."""
+"""The beginning of the agent's message when the kernel's counters say so."""
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that ended by itself, not because it was stopped, as far as policies ask.
+    """A worker that ended by itself, not because it was stopped, with what policies ask about it.
 
-    One that left with 0 while its peers still needed it is among them: see `diagnosis`.
+    This includes one that left with exit code 0 while its peers still needed it: see `diagnosis`.
     """
 
     rank: int
@@ -56,21 +57,21 @@ class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
     node: str = ""
     device: str = ""
-    """The device it ran on, if it had one and that is known."""
+    """The device it ran on, if it had one and it is known."""
     message: str = ""
-    """Last line of the exception, or of its standard error, if the worker left one."""
+    """The last line of the exception, or of standard error, if the worker left any."""
     error_file: str = ""
     stderr_file: str = ""
-    """Where its last lines of standard error are kept, if they were caught."""
+    """Where its last lines of standard error are kept, if they were captured."""
     errors: list[Raised] = []
-    """The exception, then what caused it or was being handled when it was raised, as far as that is known."""
+    """The exception, then what caused it or was being handled when it was raised, as far as known."""
     left: bool = False
-    """Whether it is the first of its node that left with exit code 0 while others of its attempt still ran.
-    A code of 0 alone does not say so: it stands for one that is not known, too."""
+    """Whether it was the first on its node to leave with exit code 0 while others of its attempt still ran.
+    A code of 0 alone does not say so, because it also stands for a code that is not known."""
 
     @property
     def heard(self) -> bool:
-        """Whether the message is only what it last wrote to its standard error, and no exception's."""
+        """Whether the message is only what it last wrote to standard error, and not from an exception."""
         return bool(self.stderr_file) and not self.errors and not self.error_file
 
     @property
@@ -86,15 +87,15 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     device: str = ""
     section: str = ""
-    """The innermost open one; empty outside of all."""
+    """The innermost open section; empty outside of all sections."""
     seconds: float = 0.0
     limit: float = 0.0
     missing: list[int] = []
-    """Ranks that did not reach the collective in which this one waits, as far as that is known."""
+    """Ranks that did not reach the collective in which this one waits, as far as known."""
     missing_nodes: list[str] = []
     """The nodes of those ranks."""
     silent: list[int] = []
-    """Ranks that may be missing from it, and of which that cannot be known: they could not say."""
+    """Ranks that may be missing from it too; nobody can know, because they could not say."""
     exiting: bool = False
     """Whether it had left its loop: what was loaded, and its devices, had done their work by then."""
 
@@ -132,7 +133,7 @@ class DeviceError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of what ended an attempt. The order of the lists says nothing."""
+    """All that is known about what ended an attempt. The order of the lists means nothing."""
 
     ends: list[WorkerEnd] = []
     hangs: list[Hang] = []
@@ -141,28 +142,27 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 0
     """0 if not known."""
     rung: str = ""
-    """The checkpoint that was loaded; empty for a fresh start, or if that is not known."""
+    """The checkpoint that was loaded; empty for a fresh start, or if not known."""
     steps: int | None = None
     """Steps completed since then; None if not known."""
     causes: list[tuple[str, str]] = []
-    """Causes and the patterns of messages that have them, as the configuration adds them."""
+    """Causes that the configuration adds, each with the pattern of messages that indicate it."""
 
 
 _RANK = re.compile(r"^\[rank\d+\]:[ \t]?", re.MULTILINE)
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 MOST_RAISED = 8
-"""Exceptions of one chain that are kept."""
+"""How many exceptions of one chain are kept."""
 MOST_LINES = 12
-"""Lines of one exception's message that are read from a traceback."""
+"""How many lines of an exception's message are read from a traceback."""
 MOST_HANDED_ON = 200
-"""Lines below an exception in which the traceback of another process is looked for."""
+"""How many lines below an exception are searched for the traceback of another process."""
 
 
 def blamed(errors: Sequence[Raised]) -> str:
-    """The line to look at first: the user's own that the innermost exception came from, else the outermost's.
-
-    Empty if none is known.
+    """The line to look at first: the user's own that the innermost exception with such a line came from, else
+    the first line known, from the outermost exception on. Empty if none is known.
     """
     theirs = (one.where for one in reversed(errors) if is_users_place(one.where))
     return next(theirs, "") or next((one.where for one in errors if one.where), "")
@@ -171,8 +171,8 @@ def blamed(errors: Sequence[Raised]) -> str:
 def told_by_traceback(text: str, directory: str = "") -> list[Raised]:
     """The exceptions in the last traceback of a text, the outermost first; none if it has no traceback.
 
-    torch puts the rank before each line. What follows the message cannot be told from its further lines.
-    `directory`: the one that paths below it are shown from.
+    torch puts the rank before each line. Text after a message cannot be told apart from the message's own
+    further lines. `directory`: paths below it are shown relative to it.
     """
     lines = _RANK.sub("", text).splitlines()
     found: list[Raised] = []
@@ -206,30 +206,30 @@ def told_by_traceback(text: str, directory: str = "") -> list[Raised]:
 
 
 def _handed_on(lines: list[str], number: int) -> str:
-    """The message of the exception in that line, with another process's traceback if it holds one."""
+    """The message of the exception on that line, with another process's traceback if it contains one."""
     below = lines[number + 1 : number + MOST_HANDED_ON]
     end = next((at for at, line in enumerate(below) if line.startswith(TRACEBACK)), len(below))
     return "\n".join(below[:end])
 
 
 def _follows_frames(lines: list[str], number: int) -> bool:
-    """Whether a line comes right after a traceback's frames, which are indented."""
+    """Whether a line comes right after the frames of a traceback, which are indented."""
     return number > 0 and (lines[number - 1].startswith((" ", "\t", TRACEBACK)))
 
 
 _CLASS = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?=:|$)")
-"""The exception's class at the head of a message: what tells causes apart before all else."""
+"""The exception's class at the start of a message: this more than anything tells causes apart."""
 _NAME = r"[^\s'\"`,;:()\[\]<>{}|/]+"
 _UNITS = r"[KMGT]i?B|bytes|[nuµm]?s|secs?|(?:milli)?seconds?|min|minutes?|hours?"
 _PASSING = re.compile(
     "|".join(
         (
-            # A checkpoint's name: its step stays, what is drawn anew in every attempt goes.
+            # A checkpoint's name: its step stays, but the part that is random in every attempt goes.
             r"(?P<step>step_\d+)(?:-[0-9a-f]{8,})?",
-            # Below a directory for temporary files; the name of a script that lies there stays.
+            # A path below a directory for temporary files; the name of a script that lies there stays.
             rf"(?:/{_NAME})*?/(?:tmp|shm)(?:/{_NAME})+?(?P<script>/(?!tmp[a-z0-9_]{{8}}\b){_NAME}\.py\b)",
             rf"(?:/{_NAME})*?/(?:tmp|shm)(?:/{_NAME})+",
-            r"(?<![A-Za-z0-9])tmp[a-z0-9_]{8}(?![A-Za-z0-9])",  # as Python's tempfile draws them
+            r"(?<![A-Za-z0-9])tmp[a-z0-9_]{8}(?![A-Za-z0-9])",  # as Python's tempfile names them
             r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?)?(?:Z|[+-]\d\d:?\d\d)?",
             r"\b\d\d:\d\d:\d\d(?:[.,]\d+)?",
             r"(?<![0-9a-f])[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}(?![0-9a-f])",
@@ -246,10 +246,10 @@ _PASSING = re.compile(
 
 
 def comparable(message: str) -> str:
-    """A message without what differs between two runs of the same thing.
+    """A message without the parts that differ between two runs of the same thing.
 
-    That is names and directories of temporary files, addresses, ids of processes, UUIDs, ports, times, sizes,
-    and long numbers. The class of the exception stays, and so do short numbers and names of other files.
+    Those are names and directories of temporary files, addresses, process ids, UUIDs, ports, times, sizes and
+    long numbers. The class of the exception stays, and so do short numbers and the names of other files.
     """
     kind = _CLASS.match(message)
     head = kind.group() if kind is not None else ""
@@ -262,17 +262,17 @@ def _kept(passing: re.Match[str]) -> str:
 
 # The line that is to blame: which frame of a traceback is the user's own.
 #
-# Guarantee: pure and total. A traceback ends where the error was raised, which is most often inside of torch
-# or of another package; whoever reads it looks for the last line that is theirs. Paths alone decide, so that
-# the text of a traceback tells the same as the traceback itself.
+# Guarantee: pure and total. A traceback ends where the error was raised, which is most often inside torch or
+# another package; whoever reads it looks for the last line of their own. Paths alone decide, so that the text
+# of a traceback gives the same answer as the traceback itself.
 
 
 TRACEBACK = "Traceback (most recent call last):"
 LINKED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
 MOST_WHERE = 200
-"""Characters of a place as it is kept."""
+"""How many characters of a place are kept."""
 MOST_TOLD = 65_536
-"""Characters of a message in which another process's traceback is looked for."""
+"""How many characters of a message are searched for another process's traceback."""
 
 _FRAME = re.compile(
     r'^[ \t|+]*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>[^\n]+))?$', re.MULTILINE
@@ -280,13 +280,13 @@ _FRAME = re.compile(
 _OWN = __file__.rpartition("/policy/")[0] + "/"
 _INSTALLED = re.compile(
     r"(^|/)(site|dist)-packages/|(^|/)lib(32|64)?/python3(\.\d+)?t?/|(^|/)python3\d+t?\.zip/"
-    # torch built from its sources lies where its sources are
+    # a torch built from source lies where its sources are
     r"|(^|/)torch/(_\w+|amp|ao|autograd|backends|cuda|distributed|distributions|export|fx|func|functional"
     r"|jit|library|linalg|multiprocessing|nested|nn|onnx|optim|overrides|profiler|random|serialization"
     r"|sparse|storage|utils|xpu)(/|\.py$)"
 )
 _TYPED_IN = ("<string>", "<stdin>", "<ipython-input")
-"""Names of no file that are a user's own lines all the same; others (`<frozen runpy>`) are not."""
+"""Names that are no file and yet hold a user's own lines; other such names (`<frozen runpy>`) do not."""
 _WHERE = re.compile(r"(?P<path>.*):\d+( in .*)?", re.DOTALL)
 
 
@@ -294,11 +294,11 @@ class Frame(NamedTuple):
     path: str
     line: int
     function: str = ""
-    """Empty of a line that could not even be compiled."""
+    """Empty for a line that could not even be compiled."""
 
 
 def frames_in(text: str) -> list[Frame]:
-    """The frames in the text of a traceback, in its order."""
+    """The frames in the text of a traceback, in their order."""
     return [
         Frame(found["path"], int(found["line"][:9]), (found["function"] or "").strip())
         for found in _FRAME.finditer(text)
@@ -315,9 +315,9 @@ def is_users(path: str) -> bool:
 def where_of(frames: Sequence[Frame], message: str = "", directory: str = "") -> str:
     """The last of a user's frames, as `train.py:44 in __getitem__`; empty if there is no frame to name.
 
-    A message that holds the traceback of another process (of one that loads data, say) knows better than the
-    frames that waited for it. Without a frame of the user's: the last one that is not Holdfast's. Paths below
-    `directory` are shown as from there.
+    A message that holds the traceback of another process (one that loads data, say) knows better than the
+    frames that waited for that process. If no frame is the user's, the last one that is not Holdfast's is
+    taken. Paths below `directory` are shown relative to it.
     """
     theirs = _last_of_user(_told_in(message[:MOST_TOLD])) or _last_of_user(frames)
     others = (frame for frame in reversed(frames) if not frame.path.startswith(_OWN))
@@ -332,7 +332,7 @@ def is_users_place(where: str) -> bool:
 
 
 def clipped(where: str) -> str:
-    """Within bounds, and on one line; of one that is too long the end says more."""
+    """The place within bounds, and on one line; if it is too long its end is kept, which says more."""
     text = "".join(one if one.isprintable() else "?" for one in where[-2 * MOST_WHERE :])
     return text if len(where) <= MOST_WHERE else f"…{text[1 - MOST_WHERE :]}"
 
@@ -342,7 +342,7 @@ def _last_of_user(frames: Sequence[Frame]) -> Frame | None:
 
 
 def _told_in(message: str) -> list[Frame]:
-    """The frames of the first error in another process's traceback: what followed from it comes below it."""
+    """The frames of the first error in another process's traceback; what followed from it comes below."""
     lines = message.partition(TRACEBACK)[2].splitlines()
     end = next((number for number, line in enumerate(lines) if LINKED.match(line)), len(lines))
     return frames_in("\n".join(lines[:end]))
@@ -358,12 +358,12 @@ def _shown(frame: Frame, directory: str) -> str:
 # Which ranks are missing from the collective that others wait in.
 #
 # Guarantee: pure, and the same answer in whatever order the ranks are given. A rank is called missing only if
-# it testified that it has not come so far; one that could not testify is named as such, never accused.
+# it testified that it has not got that far; one that could not testify is named as such, never accused.
 #
-# Every rank enters the collectives of a process group in one order and counts them, each backend of the group
-# for itself. So who waits in number 412 waits for those members that have entered fewer. They may be waiting
-# themselves, in another group: the ranks to look at first are those that others wait for and that wait for
-# nobody.
+# Every rank enters the collectives of a process group in the same order and counts them, each backend of the
+# group for itself. So a rank that waits in number 412 waits for those members that have entered fewer. These
+# may be waiting themselves, in another group: the ranks to look at first are those that others wait for and
+# that wait for nobody.
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
@@ -373,13 +373,13 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
     """Which of the group's backends counts here; empty if only the group's own count is known."""
     entered: int
-    """Number of the last collective that it entered; 0 if none."""
+    """The number of the last collective that it entered; 0 if none."""
     name: str = ""
-    """Of the collective that it waits in, or else of the last one; empty if only the number is known."""
+    """The name of the collective that it waits in, or else of the last; empty if only numbers are known."""
     waits_in: int = 0
-    """Number of the first collective that it entered and that is not done; 0 if none is known."""
+    """The number of the first collective that it entered and that is not done; 0 if none is known."""
     members: tuple[int, ...] = ()
-    """Global ranks of the group; empty if they are not known."""
+    """The global ranks of the group; empty if not known."""
     shapes: str = ""
 
 
@@ -396,9 +396,9 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
     silent: tuple[int, ...] = ()
     """Members that could not testify: they may be missing too."""
     differ: tuple[str, ...] = ()
-    """More than one: what the waiting ranks call it. They do not all do the same thing."""
+    """What the waiting ranks call it, if they do not agree: then they do not all do the same thing."""
     certain: bool = True
-    """False: nobody could say that it waits, only how many collectives it entered."""
+    """False if no rank could say that it waits, only how many collectives it entered."""
 
 
 Positions = Mapping[int, Sequence[Position] | None]
@@ -406,9 +406,10 @@ Positions = Mapping[int, Sequence[Position] | None]
 
 
 def find_missing(positions: Positions) -> list[Missing]:
-    """For every group that somebody waits in: the first collective waited in, and who is not there.
+    """For every group that some rank waits in: the first collective waited in, and which ranks are not there.
 
-    If nobody is known to wait anywhere (no flight recorder), groups that ranks have come differently far in.
+    If no rank is known to wait anywhere (no flight recorder), groups in which some ranks have got further
+    than others.
     """
     return _find(positions, waits=True) or [one for one in _find(positions, waits=False) if one.missing]
 
@@ -427,7 +428,7 @@ def _find(positions: Positions, *, waits: bool) -> list[Missing]:
         if not known:
             continue
         number = min(known) if waits else max(known)
-        # Where members are not known, only those that have used the group count, and whoever is silent.
+        # Where members are not known, only ranks that have used the group count, and those that are silent.
         named = {rank for position in here.values() for rank in position.members}
         members = (named & (set(spoken) | unheard)) if named else set(here) | unheard
         waiting = sorted(rank for rank in here if numbers[rank] == number)
@@ -450,7 +451,7 @@ def _find(positions: Positions, *, waits: bool) -> list[Missing]:
 
 
 def _entered(said: Mapping[tuple[str, str], Position], key: tuple[str, str]) -> int:
-    """How far a rank has come. Entries are recorded for a while only; then the group's own count remains."""
+    """How far a rank has got. Entries are kept only for a while; after that the group's own count remains."""
     group, backend = key
     if key in said:
         fits = [said[key]]
@@ -503,7 +504,7 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"{'ranks' if many else 'rank'} {', '.join(words)}"
 
 
-# What can befall a process whose training function starts again in place: the evidence of such a restart.
+# What can happen to a process whose training function is restarted in place: the evidence of such a restart.
 
 
 class FaultKind(StrEnum):
@@ -512,11 +513,11 @@ class FaultKind(StrEnum):
     LOST = "lost"
     """Its process has ended."""
     SOFT_TIMEOUT = "soft_timeout"
-    """Its main thread made no progress for so long; the process may still restart."""
+    """Its main thread made no progress for too long; the process may still restart."""
     HARD_TIMEOUT = "hard_timeout"
     """It did not leave the function in time, or its interpreter stood still: its keeper ended it."""
     SILENT = "silent"
-    """Nothing was heard from its node's keeper any more."""
+    """Nothing more was heard from its node's keeper."""
     LATE = "late"
     """It did not come to the barrier before the others went on."""
     UNFIT = "unfit"
@@ -526,26 +527,26 @@ class FaultKind(StrEnum):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What befell a member."""
+    """What happened to a member."""
 
     member: int
-    """-1 where it is not known which."""
+    """-1 if it is not known which."""
     rank: int = -1
-    """Under which it trained; -1 for a reserve."""
+    """The rank that it trained under; -1 for a reserve."""
     node: str = ""
     kind: FaultKind
     detail: str = ""
-    """In words; for an exception its type and message."""
+    """In words; for an exception, its type and message."""
     error: str = ""
-    """Class of the exception, without its module."""
+    """The class of the exception, without its module."""
     errors: list[Raised] = []
     """That exception and those that led to it, as in `evidence.WorkerEnd`."""
     exit_code: int = 0
-    """Of the error or of the process, as from waitpid, where that is known."""
+    """That of the error or of the process, as from waitpid, where known."""
     at: float = 0.0
     """Seconds since 1970."""
     step: int = 0
-    """The last step that it completed, as far as is known."""
+    """The last step that it completed, as far as known."""
 
     def describe(self) -> str:
         if self.member < 0:

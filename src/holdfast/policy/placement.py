@@ -1,9 +1,9 @@
 """Who runs where next: what was tried, which nodes and devices are left, who makes up the group. Pure.
 
 A *cycle* is a failure (its signature), the placement and number of the ranks, and the checkpoint they came
-from. Running the same cycle again can only help if something outside of it has changed; so each cause has a
-small number of repetitions (`budgets.BUDGETS`), and then something must vary, to something that this failure
-has not been seen with since the last progress.
+from. Running the same cycle again can only help if something outside it has changed. So each cause is allowed
+a small number of repetitions (`budgets.BUDGETS`); after that something must be varied, and in a way that this
+failure has not been seen with since the last progress.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.policy.evidence import comparable
 from holdfast.policy.signs import Cause, deed
 
 MAX_ROTATIONS = 3
-"""Rotations without progress. One shows whether a fault follows the device; more only help against several
-bad devices, which exclusion is for."""
+"""Rotations allowed without progress. One shows whether a fault follows the device; more only help against
+several bad devices, which is what exclusion is for."""
 MAX_LOWER_RUNGS = 2
-"""Rungs that one incident may go down. If three checkpoints in a row fail alike, they are not the cause."""
+"""Rungs that an incident may go down. If three checkpoints in a row fail alike, they are not the cause."""
 NEAR_RESUME = 10
 """Steps after a resume within which what was loaded may be the cause of a hang or of the job's error."""
 
@@ -32,11 +32,11 @@ Setting = tuple[str, int, str]
 Cycle = tuple[Signature, Setting]
 
 _OWN_WORDS = frozenset({Cause.JOB, Cause.DATA, Cause.CHECKPOINT})
-"""Causes whose message is the job's own and counts to the letter; elsewhere numbers in it are ports, times,
-sequence numbers."""
+"""Causes whose message is the job's own and is compared to the letter; with other causes the numbers in it
+are ports, times and sequence numbers."""
 _ACCUSING = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.UNKNOWN})
 _BY_LOADING = frozenset({Cause.CHECKPOINT})
-"""Causes that may lie in what was loaded. What nothing is known of is none: a good checkpoint would pay."""
+"""Causes that may lie in what was loaded. An unknown cause is not among them: a good checkpoint would pay."""
 _SOON_AFTER_LOADING = frozenset({Cause.HANG, Cause.JOB})
 
 
@@ -70,7 +70,7 @@ class Tried:
 
     @property
     def repeats(self) -> int:
-        """How often this failure was met in a setting in which it had been met before."""
+        """How often this failure came back in a setting in which it had been seen before."""
         return len(self._same) - len({setting(attempt) for attempt in self._same})
 
     @property
@@ -90,7 +90,7 @@ class Tried:
         return 1 + len(found)
 
     def met_on(self, nodes: Sequence[str]) -> bool:
-        """Whether this failure has been seen on just these nodes."""
+        """Whether this failure has been seen on exactly these nodes."""
         return any(set(attempt.nodes) == set(nodes) for attempt in self._same)
 
     def next_shift(self, arrangements: int) -> int | None:
@@ -99,7 +99,7 @@ class Tried:
         if self._failed.cause not in _ACCUSING or rotations >= MAX_ROTATIONS:
             return None
         if self._failed.named:
-            return None  # the device is known, and under another rank it is no better
+            return None  # the device is known, and it will be no better under another rank
         seen = {attempt.rotation % arrangements for attempt in self._same}
         here = self._failed.rotation
         shifts = ((here + more) % arrangements for more in range(1, min(arrangements, len(seen) + 2)))
@@ -107,17 +107,17 @@ class Tried:
 
     @property
     def avoid(self) -> list[str]:
-        """Checkpoints that are not to be used before there is progress."""
+        """Checkpoints that must not be used until there is progress."""
         return sorted({name for attempt in self._attempts for name in attempt.decided.avoid})
 
     def may_lower(self) -> bool:
-        """Whether a lower rung may help: what was loaded can be the cause, and not all was tried."""
+        """Whether a lower rung may help: what was loaded can be the cause, and not everything was tried."""
         failed = self._failed
         lowered = sum(attempt.action == "lower_rung" for attempt in self._attempts)
         if not failed.rung or lowered >= MAX_LOWER_RUNGS:
             return False
         if failed.cause == Cause.JOB and failed.exit_code == 0:
-            return False  # a rank left of itself
+            return False  # a rank left of its own accord
         soon = failed.steps is not None and failed.steps <= NEAR_RESUME
         return failed.cause in _BY_LOADING or (failed.cause in _SOON_AFTER_LOADING and soon)
 
@@ -127,7 +127,7 @@ class Tried:
 
     @property
     def told(self) -> str:
-        """What was decided since the last progress, in words."""
+        """What has been decided since the last progress, in words."""
         counts = Counter(attempt.action for attempt in self._attempts if attempt.action)
         return ", ".join(f"{deed(action)} {_times(count)}" for action, count in sorted(counts.items()))
 
@@ -143,25 +143,25 @@ def _place(attempt: PastAttempt) -> tuple[str, str]:
 
 # Which physical device each rank gets, so that another attempt can run on others. Pure.
 #
-# Guarantee: shift 0 is the plain order. Any other shift below `arrangements` puts every rank on another
+# Guarantee: shift 0 is the plain order. Any other shift below `arrangements` puts every rank on a different
 # physical device than the plain order does, uses the same devices of the same nodes, and is described by a
-# text of its own. Where no rank can move there is one arrangement only.
+# text of its own. Where no rank can move, there is only one arrangement.
 #
-# Within a node the visible devices are taken in their order, from a later one on; local rank i gets the i-th
-# of them. Across nodes the order of the nodes is turned, so that each rank lands on the next node's devices.
-# Nodes stay in their order where the devices within each of them suffice: what a rank has on its local disk
-# stays near it.
+# Within a node the list of visible devices is rotated, to begin with a later one; local rank i gets the i-th
+# device. Across nodes the order of the nodes is rotated, so that each rank lands on another node's devices.
+# Nodes keep their order as long as the devices within each of them suffice, so that what a rank has on its
+# local disk stays near it.
 
 
 class NodeDevices(msgspec.Struct, frozen=True):
-    """A node and its devices as they are visible to its workers, in that order; none on a CPU."""
+    """A node and its devices as its workers see them, in that order; none on a CPU."""
 
     node: str
     devices: list[str] = []
 
 
 def arrangements(nodes: Sequence[NodeDevices]) -> int:
-    """How many shifts there are, the plain order included."""
+    """How many shifts there are, including the plain order."""
     if not nodes:
         return 1
     most = max(1, *(len(node.devices) for node in nodes))
@@ -171,9 +171,9 @@ def arrangements(nodes: Sequence[NodeDevices]) -> int:
 
 
 def arrange(nodes: Sequence[NodeDevices], shift: int) -> list[NodeDevices]:
-    """The nodes in rank order, each with its devices in the order in which its workers shall see them.
+    """The nodes in rank order, each with its devices in the order in which its workers should see them.
 
-    `nodes` are given in the plain rank order. Shifts beyond the last one begin again.
+    `nodes`: in the plain rank order. Shifts beyond the last one start over.
     """
     if not nodes:
         return []
@@ -191,12 +191,12 @@ def arrange(nodes: Sequence[NodeDevices], shift: int) -> list[NodeDevices]:
 
 
 def device_of(devices: Sequence[str], local_rank: int) -> str:
-    """The device of one worker, given its node's in the order of `arrange`; empty without any."""
+    """The device of one worker, given its node's devices in the order of `arrange`; empty if it has none."""
     return devices[local_rank % len(devices)] if devices else ""
 
 
 def describe_devices(arranged: Sequence[NodeDevices], workers_per_node: int) -> str:
-    """Which rank runs where, as the text by which attempts are compared: "a[0,1] b[0,1]"."""
+    """Which rank runs where, as the text that attempts are compared by: "a[0,1] b[0,1]"."""
     described = []
     for node in arranged:
         used = [device_of(node.devices, local_rank) for local_rank in range(workers_per_node)]
@@ -210,7 +210,7 @@ def _within(nodes: Sequence[NodeDevices]) -> bool:
 
 
 def _from(devices: Sequence[str], inner: int) -> list[str]:
-    """The devices from a later one on. With fewer than elsewhere, never back to the plain order but for 0."""
+    """The devices from a later one on. Only 0 gives the plain order, even on a node with fewer devices."""
     if inner and len(devices) > 1:
         inner = 1 + (inner - 1) % (len(devices) - 1)
     else:
@@ -220,8 +220,8 @@ def _from(devices: Sequence[str], inner: int) -> list[str]:
 
 # Which nodes and devices the next attempt may use, and whether they are enough. Pure.
 #
-# Guarantee: what is excluded is never part of an answer, and an answer never has fewer nodes than
-# `min_nodes`: it says instead how many are missing.
+# Guarantee: what is excluded is never part of an answer, and an answer with fewer nodes than `min_nodes`
+# always says how many are missing.
 
 
 class Exclusion(msgspec.Struct, frozen=True):
@@ -237,14 +237,14 @@ class Exclusion(msgspec.Struct, frozen=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to run on."""
+    """What is available to run on."""
 
     nodes: list[str] = []
-    """Those that took part and are still there, in the plain order: by rank before any rotation."""
+    """The nodes that took part and are still here, in the plain order: by rank before any rotation."""
     spares: list[str] = []
-    """Those that wait, the first to take first."""
+    """The nodes that wait, in the order in which to take them."""
     devices: dict[str, list[str]] = {}
-    """Each node's visible devices, in their order; a node without an entry has none, or it is not known."""
+    """Each node's visible devices, in their order; a node without an entry has none or they are unknown."""
     workers_per_node: int = 1
     min_nodes: int = 1
     max_nodes: int = 0
@@ -258,9 +258,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes of a next attempt."""
 
     nodes: list[str]
-    """In the plain order, those that were taken of the spares last."""
+    """In the plain order, with those taken from the spares last."""
     spares: list[str] = []
-    """Which of them are new."""
+    """Which of these nodes are new."""
     shrinks: bool = False
     missing: int = 0
     """How many more are needed; 0 if these suffice."""
@@ -278,14 +278,14 @@ def suffice(cluster: Cluster, node: str, left: Sequence[str]) -> bool:
 
 
 def usable(cluster: Cluster, node: str) -> bool:
-    """Whether a node may be used: it is not excluded, and has devices enough if it has any."""
+    """Whether a node may be used: it is not excluded, and has enough devices if it has any."""
     if any(e.node == node and e.device is None for e in cluster.excluded):
         return False
     return suffice(cluster, node, devices_of(cluster, node))
 
 
 def fit(cluster: Cluster, wanted: int, without: AbstractSet[str] = frozenset()) -> Fit:
-    """The nodes to go on with, as many as `wanted` if that can be; `without` are not to be used."""
+    """The nodes to go on with, as many as `wanted` if possible; those in `without` are not used."""
     wanted = max(wanted, cluster.min_nodes)
     if cluster.max_nodes:
         wanted = min(wanted, max(cluster.max_nodes, cluster.min_nodes))
@@ -304,9 +304,11 @@ def fit(cluster: Cluster, wanted: int, without: AbstractSet[str] = frozenset()) 
 def keep_out(
     cluster: Cluster, wanted: int, places: Iterable[tuple[str, str]], reason: str
 ) -> tuple[list[Exclusion], Fit] | None:
-    """What to exclude so that none of these (node, device) is used, and who then goes on; None if too few do.
+    """What to exclude so that none of these (node, device) is used, and the nodes that then go on; None if
+    those are too few.
 
-    A device alone where the rest of its node suffices, else the node. What is kept out already is left out.
+    Excludes a device alone where the rest of its node suffices, else the node. What is kept out already is
+    not repeated.
     """
     added: list[Exclusion] = []
     for node, device in sorted(set(places)):
@@ -323,16 +325,16 @@ def keep_out(
 
 
 def layout(cluster: Cluster, nodes: list[str]) -> list[NodeDevices]:
-    """The nodes with the devices that may be used, for `rotation`."""
+    """The nodes with those of their devices that may be used, for `arrange`."""
     return [NodeDevices(node, devices_of(cluster, node)) for node in nodes]
 
 
 # Which nodes make up the group: who is here, who is awaited, who is parked, and when a round forms.
 #
-# Guarantee: pure. A round forms only when every member of the round before has come back or is known to be
-# gone, from nodes that are fit, never more than `max_nodes` of them. A node too many is parked and costs
-# nobody anything; a node that was declared gone never comes back under the same name of its agent, so an old
-# life of it cannot be mistaken for a new one.
+# Guarantee: pure. A round forms only when every member of the previous round has come back or is known to be
+# gone; it consists of fit nodes, never more than `max_nodes`. A surplus node is parked and costs nobody
+# anything. A node that was declared gone never comes back with the same agent name, so an old life of it
+# cannot be mistaken for a new one.
 #
 # The state is one value that all agents change by compare-and-set; each function here gives the next value.
 
@@ -343,14 +345,14 @@ class Participant(msgspec.Struct, frozen=True, kw_only=True):
     agent: str
     """Unique for one life of one agent."""
     node: str
-    """Its node's name, unique among the nodes that take part; the same again after a restart of the agent."""
+    """Its node's name, unique among the nodes that take part; it stays the same when the agent restarts."""
     ticket: int
     """Its place in the order of arrival."""
     slots: int = 1
     """How many workers it starts."""
     role: str = "default"
     devices: list[str] = []
-    """Its devices as its workers see them, in that order; none on a CPU."""
+    """The node's devices as its workers see them, in that order; none on a CPU."""
     unfit: str = ""
     """Why it may not take part (its node is excluded); empty if it may."""
 
@@ -365,11 +367,11 @@ class RunOver(msgspec.Struct, frozen=True, kw_only=True):
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     round: int = 0
     members: list[Participant] = []
-    """The nodes of the round that was formed last, by group rank."""
+    """The nodes of the round formed last, by group rank."""
     here: dict[str, Participant] = {}
-    """Agents that wait for the next round."""
+    """Agents that are waiting for the next round."""
     gone: dict[str, str] = {}
-    """Agents that were declared gone, and why."""
+    """Agents that have been declared gone, and why."""
     tickets: int = 0
     over: RunOver | None = None
 
@@ -419,9 +421,9 @@ def candidates(meeting: Meeting) -> list[Participant]:
 
 
 def form(meeting: Meeting, *, min_nodes: int, max_nodes: int, enough: bool) -> Meeting | None:
-    """The meeting with its next round formed, or None while it cannot be.
+    """The meeting with its next round formed, or None while that is not possible.
 
-    `enough` says that nobody waits any longer for more than `min_nodes` to come.
+    `enough`: nobody waits any longer for more nodes than `min_nodes`.
     """
     if meeting.over is not None or awaited(meeting):
         return None
@@ -438,7 +440,7 @@ def form(meeting: Meeting, *, min_nodes: int, max_nodes: int, enough: bool) -> M
 
 
 def parked(meeting: Meeting, agent: str) -> str:
-    """Why an agent that waits is not part of the group that runs; empty if it is not known to be so."""
+    """Why a waiting agent is not part of the running group; empty if it is not known to be left out."""
     me = meeting.here.get(agent)
     if me is None:
         return ""
@@ -450,7 +452,7 @@ def parked(meeting: Meeting, agent: str) -> str:
 
 
 def spares(meeting: Meeting) -> list[Participant]:
-    """Nodes that wait beside a running group and could take part, the first to take first."""
+    """Nodes that wait beside a running group and could take part, in the order in which to take them."""
     old = {m.agent for m in meeting.members}
     return [m for m in candidates(meeting) if m.agent not in old]
 
@@ -465,14 +467,14 @@ def remove(meeting: Meeting, gone: Mapping[str, str]) -> Meeting:
 
 
 def finish(meeting: Meeting, code: int, why: str) -> Meeting:
-    """The run is over; the first word counts."""
+    """The run is over; only the first word on it counts."""
     if meeting.over is not None:
         return meeting
     return msgspec.structs.replace(meeting, over=RunOver(code=code, why=why))
 
 
 class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of one node's workers: each is the first of as many as the node has workers."""
+    """The ranks of one node's workers: each field gives the first of as many as the node has workers."""
 
     first: int
     world_size: int

@@ -3,12 +3,12 @@
 Guarantee: pure, and it ends. Unless the highest committed step rises, a run is restarted at most
 `budgets.most_restarts(launch.max_restarts)` times, however many launches it is given; after that every
 decision is a stop. The same failure in the same setting is met at most `budgets.MOST_IDENTICAL` times: then
-something varies that has not been tried against it, or the run stops. What is excluded is never used again.
-Every decision says what it rests on. Nobody else decides.
+something is varied that has not been tried against it, or the run stops. What is excluded is never used
+again. Every decision says what it rests on. Nobody else decides.
 
 The errors of a script without a Run are the exception: nobody sees its progress, so nobody can say that it
-repeats itself. If somebody chose launch.max_restarts, that number holds for them in each launch, as under
-torchrun, and is their only bound.
+repeats itself. If somebody chose launch.max_restarts, that number applies to these errors in each launch, as
+under torchrun, and is their only bound.
 """
 
 from __future__ import annotations
@@ -46,69 +46,69 @@ from holdfast.policy.signs import Action, Cause, activity, adapter_to_check, dee
 from holdfast.policy.verdicts import Question, judge
 
 CAPACITY_WAIT = 600.0
-"""Seconds to wait for nodes that are missing: longer than one takes to boot, shorter than it pays to hold the
+"""Seconds to wait for missing nodes: longer than a node takes to boot, and no longer than it pays to keep the
 others idle."""
 AT_IMPORT = 120.0
 """Seconds within which a script that got nowhere counts as failed at its start: importing torch on many nodes
-from a network file system takes as long."""
+from a network file system can take that long."""
 CANNOT_PASS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
-"""Errors that the next start of the same script meets again."""
+"""Errors that the next start of the same script would meet again."""
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """The incident to decide about. What is not known keeps its default, and nothing is decided on it."""
+    """The incident to decide about. What is not known keeps its default, and nothing is decided by it."""
 
     attempt: PastAttempt
     """The attempt that just failed, with its root cause."""
     max_restarts: int
     restarts_chosen: bool = False
-    """Whether somebody gave that number, by `--max-restarts` or otherwise; else it is the default."""
+    """Whether somebody set that number, by `--max-restarts` or otherwise; if not, it is the default."""
     facts: list[str] = []
     """What was seen, in words; goes into the decision's evidence as it is."""
     cluster: Cluster | None = None
     lower_rungs: int = 0
-    """Checkpoints below the one it came from that a resume may still use."""
+    """How many checkpoints below the one it came from a resume may still use."""
     can_requeue: bool = False
     """Whether a scheduler would start the job again."""
     stopping: str = ""
-    """The request to stop the run that came before the failure, in words; empty if there was none."""
+    """The request to stop the run, if one came before the failure, in words; else empty."""
     storage: str = ""
-    """Why no attempt can begin, in words: the run's storage takes nothing. Empty if it does."""
+    """Why no attempt can begin, in words: the run's storage cannot be written. Empty if it can."""
     capacity_wait: float = CAPACITY_WAIT
     waited: float = 0.0
-    """Seconds that were spent waiting for capacity since it failed."""
+    """Seconds spent waiting for capacity since it failed."""
     budget_reset: int = 0
     """Attempts up to this number are forgiven: an operator reset the budget after them."""
     rungs: list[str] = []
     """Checkpoints that a resume may use, newest first."""
     together: list[str] = []
-    """What was loaded, and what is as doubtful as that if it is: what it was saved from before that was
-    proven, and all that was saved from any of them."""
+    """What was loaded, and the checkpoints that are suspect if it is: those it was saved from that were not
+    proven yet, and all that were saved from any of them."""
     skip_bad_data: bool = False
     nan_policy: str = "warn"
-    """What the user wants of a step that is not finite and that nothing but the work is to blame for."""
+    """What the user wants done about a step that is not finite if nothing but the work is to blame."""
     orders: Orders = Orders()
-    """What the failed attempt was told, as far as it is open still."""
+    """The orders that the failed attempt was given, as far as they are still open."""
 
 
 class Decision(Findings, frozen=True, kw_only=True):
-    """What is done about a failed attempt, what was found out, and what the next attempt is told."""
+    """What to do about a failed attempt, what was found out, and the orders for the next attempt."""
 
     action: Action
     exit_code: int
-    """What the launcher ends with; 0 unless it does."""
+    """What the launcher ends with; 0 if it goes on."""
     reason: str
     evidence: list[str]
     restarts_left: int
     """After this decision."""
     rotate_by: int = 0
-    """The shift of the next attempt's devices, counted from the plain order: see `rotation.arrange`."""
+    """The shift of the next attempt's devices, counted from the plain order: see `placement.arrange`."""
     nodes: list[str] = msgspec.field(default_factory=list)
-    """Who takes part in the next attempt, in the plain order; empty where that is not known here."""
+    """The nodes that take part in the next attempt, in the plain order; empty where not known here."""
     spares: list[str] = msgspec.field(default_factory=list)
-    """Which of them waited until now."""
+    """Which of them were waiting until now."""
     exclude: list[Exclusion] = msgspec.field(default_factory=list)
-    """What is kept out from now on, besides what already is."""
+    """What is kept out from now on, in addition to what already is."""
     readmit: list[str] = msgspec.field(default_factory=list)
     """Nodes that were kept out for a fault that turned out not to be theirs."""
     grounds: list[str] = msgspec.field(default_factory=list)
@@ -126,19 +126,19 @@ INCURABLE = frozenset(
         ExitCode.STATE_MISFIT,
     }
 )
-"""Codes by which a worker says that the same start would end the same way. 2 is none of them: scripts use
+"""Codes by which a worker says that the same start would end the same way. 2 is not one of them: scripts use
 it for reasons of their own."""
 
-INSTEAD = "with storage that works the decision would have been: "
-"""How the evidence begins that says what was given up for want of storage."""
+INSTEAD = "with working storage the decision would have been: "
+"""How the piece of evidence begins that says what was given up for want of storage."""
 
 _DIFFERS = "the others run the same lines, so what differs is that node, or what that rank does"
 _FROM_OUTSIDE = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE})
-"""Causes that another place or time may be free of."""
+"""Causes that may be absent in another place or at another time."""
 
 
 def recover(history: Sequence[PastAttempt], situation: Situation) -> Decision:
-    """Decide about one failed attempt. `history` holds the attempts before it, in any order."""
+    """Decide about one failed attempt. `history`: the attempts before it, in any order."""
     return _Case(history, situation).decide()
 
 
@@ -155,7 +155,7 @@ class _Case:
         self._left = restarts_left(self._all, situation.max_restarts, self._forgiven)
         here = [attempt for attempt in self._all if attempt.launch == self._failed.launch]
         self._left_here = restarts_left(here, situation.max_restarts, self._forgiven)
-        """In this launch, as torchrun would count."""
+        """Restarts left in this launch, as torchrun would count them."""
         self._episode = episode(self._all, self._forgiven)
         self._tried = Tried(self._episode, failed)
         self._cluster = cluster = situation.cluster or Cluster()
@@ -199,12 +199,12 @@ class _Case:
         if self._now.storage and decision.action not in (Action.STOP, Action.REQUEUE):
             decision = self._without_storage(decision)
         if self._failed.rejection is None and decision.action is not Action.STOP:
-            told = self._now.orders  # what another failure has interrupted
-            decision = msgspec.structs.replace(decision, rerun=told.rerun, trial=told.trial)
+            orders = self._now.orders  # another failure has interrupted them
+            decision = msgspec.structs.replace(decision, rerun=orders.rerun, trial=orders.trial)
         return decision
 
     def _asked_to_stop(self) -> Decision | None:
-        """Whatever failed then, the run was to end: who wants it back starts it again."""
+        """Whatever failed by then, the run was meant to end: whoever wants it back starts it again."""
         if not self._now.stopping:
             return None
         return self._stop(
@@ -213,7 +213,7 @@ class _Case:
         )
 
     def _counts_only(self, code: int) -> bool:
-        """Whether nothing but the number of restarts that somebody chose may stop the run with this code."""
+        """Whether the run may stop with this code only once the restarts that somebody chose are used up."""
         own = self._cause in (Cause.JOB, Cause.UNKNOWN)  # a bare exit code may be either
         if not self._now.restarts_chosen or self._left_here == 0 or not own:
             return False
@@ -229,7 +229,7 @@ class _Case:
         return self._failed.message.partition(":")[0].rpartition(".")[2] in CANNOT_PASS
 
     def _on_one_rank_only(self) -> str:
-        """Where an error is that all ranks would share if the script had it; empty if it is no such one."""
+        """Where an error occurred that all ranks would share if it were the script's; empty for any other."""
         failed = self._failed
         if failed.alike or not self._at_import() or failed.root_rank is None:
             return ""
@@ -260,10 +260,10 @@ class _Case:
             return self._stop(code, f"{why}, and {spent.reason}")
         if not self._may_repeat():
             return self._stop(code, f"{why} in {1 + self._tried.repeats} attempts without progress")
-        return self._go(Action.RESTART, f"{why}, and may be well again", self._fit)
+        return self._go(Action.RESTART, f"{why}, and may be usable again", self._fit)
 
     def _without_storage(self, wanted: Decision) -> Decision:
-        """No attempt could follow. What was to be varied is kept: the next launch begins with that."""
+        """No attempt could begin. What was going to be varied is kept: the next launch begins with it."""
         action = Action.REQUEUE if self._may_requeue() else Action.STOP
         return msgspec.structs.replace(
             wanted,
@@ -280,7 +280,7 @@ class _Case:
 
     def _failed_at_import(self) -> Decision | None:
         failed = self._failed
-        # An error that nobody knows, in the same words on all ranks before their first step, is the script's.
+        # An unknown error, in the same words on all ranks before their first step, is the script's.
         own = self._cause is Cause.JOB or (
             self._cause is Cause.UNKNOWN and bool(failed.message) and sign_in(failed.message) is None
         )
@@ -290,7 +290,7 @@ class _Case:
             return None
         who = "on all ranks alike and "
         if failed.world_size == 1:
-            who = ""  # one rank is alike to none
+            who = ""  # a single rank has none to be like
         elif 0 < failed.same_ranks < failed.world_size:
             who = f"on {failed.same_ranks} of {failed.world_size} ranks alike and "
         return self._stop(
@@ -300,7 +300,7 @@ class _Case:
         )
 
     def _judged(self) -> Decision | None:
-        """The verdict on a rejected result, and what follows from it as far as the budgets go."""
+        """The verdict on a rejected result, and what follows from it as far as the budgets allow."""
         failed, now = self._failed, self._now
         if failed.rejection is None or failed.exit_code != ExitCode.RERUN_WANTED:
             return None
@@ -322,25 +322,25 @@ class _Case:
         )
         found = judge(question)
         self._evidence += found.evidence
-        told = msgspec.structs.asdict(found.findings)
-        del told["avoid"]  # added to what is avoided already
-        told |= {"readmit": found.readmit, "grounds": found.evidence}
+        more = msgspec.structs.asdict(found.findings)
+        del more["avoid"]  # it is added to what is avoided already
+        more |= {"readmit": found.readmit, "grounds": found.evidence}
         if found.action is Action.STOP:
-            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, found.reason, **told)
+            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, found.reason, **more)
         spent = self._budget_spent()
         if spent is not None:
-            # What was found out stays, and what was to be done next: the next launch begins with that.
-            told |= {"exclude": found.exclude, "avoid": sorted({*self._tried.avoid, *found.findings.avoid})}
-            told["rotate_by"] = self._failed.rotation if found.rotate_by is None else found.rotate_by
+            # What was found out is kept, and so is what was going to be done: the next launch begins with it.
+            more |= {"exclude": found.exclude, "avoid": sorted({*self._tried.avoid, *found.findings.avoid})}
+            more["rotate_by"] = self._failed.rotation if found.rotate_by is None else found.rotate_by
             times = sum(one.rejection is not None for one in self._episode)
             if not found.findings.verdict and times < 2:
-                return msgspec.structs.replace(spent, **told)
+                return msgspec.structs.replace(spent, **more)
             why = f"{found.reason}; but {spent.reason}"
-            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, why, **told)
+            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, why, **more)
         chosen = found.found or self._fit
         shift, keep, avoid = found.rotate_by, found.exclude, found.findings.avoid
         decision = self._go(found.action, found.reason, chosen, rotate_by=shift, exclude=keep, avoid=avoid)
-        decision = msgspec.structs.replace(decision, **told)
+        decision = msgspec.structs.replace(decision, **more)
         short = self._too_few_nodes() if chosen.missing else None
         if short is None or short.action is not Action.WAIT:
             return short or decision
@@ -375,7 +375,7 @@ class _Case:
             )
         used = restarts_after(cause, self._all, self._forgiven)
         if used >= budget.restarts:
-            why = f"{used} restarts after {origin(cause)} led to nothing new, and no more are given for that"
+            why = f"{used} restarts after {origin(cause)} led to nothing new, and no more are given for it"
             if cause in _FROM_OUTSIDE:
                 return self._requeue_or_stop(ExitCode.BUDGET_SPENT, why)
             return self._stop(ExitCode.BUDGET_SPENT, why)
@@ -393,23 +393,23 @@ class _Case:
         missing = self._fit.missing
         if not missing:
             return None
-        there = f"{len(self._fit.nodes)} usable nodes are there, {missing} more are needed"
-        self._evidence.append(there)
+        shortage = f"{len(self._fit.nodes)} usable nodes are available, {missing} more are needed"
+        self._evidence.append(shortage)
         rest = self._now.capacity_wait - self._now.waited
         if rest > 0:
-            return self._wait(rest, f"{there}: wait for them")
+            return self._wait(rest, f"{shortage}: wait for them")
         return self._requeue_or_stop(
-            ExitCode.NO_CAPACITY, f"{there}, and none came within {self._now.waited:.0f} s"
+            ExitCode.NO_CAPACITY, f"{shortage}, and none came within {self._now.waited:.0f} s"
         )
 
     def _exclude(self) -> Decision | None:
-        """Keep out what is at fault, if the rest suffices."""
+        """Keep out what is at fault, if what remains suffices."""
         failed, cluster = self._failed, self._cluster
         if failed.culprit_node not in self._fit.nodes or not self._guilty():
             return None
         node, device = failed.culprit_node, failed.culprit_device
         if any((out.node, out.device) == (node, device) for out in cluster.excluded):
-            return None  # it was kept out already, so its node is not to blame for it
+            return None  # it is kept out already, so its node is not to blame for it
         reason = self._accusation()
         if device and device in devices_of(cluster, node):
             left = devices_of(cluster, node, without=device)
@@ -434,7 +434,8 @@ class _Case:
         return what if failed.named else f"{what}; at fault {self._tried.accused} times without progress"
 
     def _change_of_nodes(self) -> Decision | None:
-        """Nodes are gone: others in their place, or fewer, are a change already unless it was seen before."""
+        """Nodes are gone. Others in their place, or fewer nodes, are change enough, unless this failure was
+        already seen on exactly those."""
         found = self._fit
         if not (found.spares or found.shrinks) or self._tried.met_on(found.nodes):
             return None
@@ -530,11 +531,11 @@ class _Case:
         evidence = list(self._evidence)
         if self._cause is Cause.PREEMPTION:
             left = self._left
-            evidence.append("preemption uses up no restart")
+            evidence.append("preemption does not use up a restart")
         else:
             left = self._left - 1
-            told = f"{self._left} of {self._now.max_restarts} restarts without progress were left"
-            evidence.append(told)
+            most = self._now.max_restarts
+            evidence.append(f"{self._left} of {most} restarts without progress were left")
         return Decision(
             action=action,
             exit_code=0,

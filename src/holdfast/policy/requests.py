@@ -1,9 +1,9 @@
-"""Stopping on request: after which step, by when, what comes of it, and whether to be queued again. Pure.
+"""Stopping on request: after which step, by when, what follows, and whether to be queued again. Pure.
 
-Guarantee: all ranks stop after the same step, without a collective. A rank that is told of the request
-*promises* the step it is in (or will do next): it does not go past it before it knows where all stop. Once
-every rank has promised, the highest promise is that step. Nobody can be past it, and who is short of it goes
-on until it is reached, so no rank waits in a collective for one that has left.
+Guarantee: all ranks stop after the same step, without a collective. A rank that hears of the request
+*promises* the step it is in (or will do next): it does not go past that step before it knows where all stop.
+Once every rank has promised, the highest promise is that step. No rank can be past it, and a rank short of it
+goes on until it is reached, so no rank waits in a collective for one that has left.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from holdfast.errors import ExitCode
 from holdfast.policy.budgets import MAX_REQUEUES
 
 MARGIN = 10.0
-"""Seconds before the scheduler's own end at which ranks must be gone, so that what they leave can be told."""
+"""How many seconds before the scheduler ends the job ranks must be gone, so that the end can be reported."""
 MOST_MARGIN = 0.2
-"""Of what the scheduler leaves, at most: where that is little, all of it counts for the save."""
+"""The margin as a share of what the scheduler leaves, at most: when that is little, the save needs it all."""
 WORTH = 2.0
-"""Seconds by which a deadline must have come closer to be told again: schedulers name whole ones."""
+"""Seconds by which a deadline must come closer to be announced again: schedulers give whole seconds."""
 REPEATED = 3.0
-"""Seconds within which a second signal is the same request on another way: a scheduler signals every process,
-and a batch script forwards what it gets. Later, it means now."""
+"""Seconds within which a second signal is the same request by another route: a scheduler signals every
+process, and a batch script forwards what it gets. A later one means "now"."""
 
 
 class Source(StrEnum):
@@ -37,7 +37,7 @@ class Source(StrEnum):
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to stop, as it is handed round; the first of a run's attempt counts."""
+    """A request to stop, as it is passed around; the first one in an attempt of a run counts."""
 
     source: Source
     detail: str
@@ -45,25 +45,25 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
     signal: str = ""
     """`SIGTERM` and such; empty unless it was one."""
     sender: str = ""
-    """Of a signal, in words; empty if that is not known."""
+    """Who sent the signal, in words; empty if not known."""
     node: str = ""
     rank: int | None = None
     at: float = 0.0
     """Seconds since 1970."""
     lead: float | None = None
-    """Seconds that the scheduler leaves from then on; None if that is not known."""
+    """Seconds that the scheduler leaves from then on; None if not known."""
 
 
 class Deadline(msgspec.Struct, frozen=True):
     seconds: float | None
-    """From the request on; None for no limit."""
+    """Counted from the request; None for no limit."""
     why: str
 
 
 def deadline(shutdown_timeout: float, lead: float | None) -> Deadline:
-    """By when ranks must have ended: the setting (0 is none), or the scheduler's lead less a margin.
+    """By when ranks must have ended: the setting (0 means none), or the scheduler's lead less a margin.
 
-    An end that has passed says nothing: the job is there, so its scheduler leaves it more time than that.
+    An end that has passed says nothing: the job is still there, so its scheduler leaves it more time.
     """
     limits: list[tuple[float, str]] = []
     if shutdown_timeout > 0:
@@ -77,9 +77,9 @@ def deadline(shutdown_timeout: float, lead: float | None) -> Deadline:
 
 
 def sooner(left: float | None, lead: float | None) -> Deadline | None:
-    """The deadline that the scheduler's lead, as it is known now, makes of one that is `left` away.
+    """The new deadline that follows from the scheduler's lead as it is known now, if it is closer; else None.
 
-    None if that is no closer; None for `left` is no limit so far.
+    `left`: how far away the present deadline is; None if there is none so far.
     """
     found = deadline(0.0, lead)
     if found.seconds is None:
@@ -88,11 +88,11 @@ def sooner(left: float | None, lead: float | None) -> Deadline | None:
 
 
 class Grace(msgspec.Struct, frozen=True):
-    """What the scheduler leaves a job between SIGTERM and SIGKILL when it ends it before its time."""
+    """What the scheduler leaves a job between SIGTERM and SIGKILL when it ends the job early."""
 
     seconds: float
     why: str
-    """Which of the scheduler's numbers that is."""
+    """Which of the scheduler's settings that is."""
 
 
 def grace_of(kill_wait: float | None, grace_time: float | None, partition: str) -> Grace | None:
@@ -103,26 +103,26 @@ def grace_of(kill_wait: float | None, grace_time: float | None, partition: str) 
 
 
 def does_not_fit(grace: Grace, save: float | None) -> bool:
-    """Whether a save that takes so long cannot be done in the time that is left after SIGTERM."""
+    """Whether a save that takes that long cannot be done in the time left after SIGTERM."""
     left = deadline(0.0, grace.seconds).seconds
     return save is not None and left is not None and save > left
 
 
 def say_grace(grace: Grace, save: float | None) -> str:
     """For the start of an attempt: what a stop by the scheduler leaves, and whether a save fits."""
-    told = f"Slurm leaves {grace.seconds:g} s from SIGTERM to SIGKILL ({grace.why}) when it preempts the job"
+    rule = f"Slurm leaves {grace.seconds:g} s from SIGTERM to SIGKILL ({grace.why}) when it preempts the job"
     if save is None:
-        return f"{told}; no save was measured yet"
+        return f"{rule}; no save was measured yet"
     if not does_not_fit(grace, save):
-        return f"{told}; the last save took {save:.1f} s and fits"
+        return f"{rule}; the last save took {save:.1f} s and fits"
     return (
-        f"{told}, and the last save took {save:.1f} s: it does not fit, and such an end costs the steps "
+        f"{rule}, and the last save took {save:.1f} s: it does not fit, and such an end costs the steps "
         "since the save before. Ask for a GraceTime, save more often, or save to the local tier"
     )
 
 
 def closer_by(grace: Grace | None, request: StopRequest, limit: Deadline) -> str:
-    """What is said of a deadline while it is not known whether it was the scheduler that sent SIGTERM."""
+    """What to add to a deadline while it is not known whether it was the scheduler that sent SIGTERM."""
     if grace is None or request.signal != "SIGTERM" or request.lead is not None:
         return ""
     left = deadline(0.0, grace.seconds).seconds
@@ -132,7 +132,7 @@ def closer_by(grace: Grace | None, request: StopRequest, limit: Deadline) -> str
 
 
 def stop_step(promises: Iterable[int]) -> int:
-    """After which step all ranks stop, once every one has promised."""
+    """The step after which all ranks stop, once every rank has promised."""
     return max(promises)
 
 
@@ -141,17 +141,17 @@ def is_repeated(first: float, now: float) -> bool:
     return now - first < REPEATED
 
 
-# What comes of the promises: after which step all stop, or that nobody is left who could be asked; and
-# whether it is the run that stops, or a node that leaves it. Each party of the agreement
-# (stop/agreement.py), a rank or a node's agent for its ranks, gives one word; what follows from the words of
-# all is named once.
+# What follows from the promises: after which step all stop, or that no rank is left that could be asked; and
+# whether it is the run that stops, or a node that leaves it. Each party to the agreement (stop/agreement.py),
+# a rank or a node's agent for its ranks, gives its word once; what follows from the words of all is decided
+# in one place.
 #
-# Guarantee: a rank that cannot be asked (its script does not use Run, or it has not come so far) never holds
-# a stop up for longer than `HELLO`.
+# Guarantee: a rank that cannot be asked (its script does not use Run, or it has not got that far) never holds
+# up a stop for longer than `HELLO`.
 
 
 HELLO = 5.0
-"""Seconds for which a rank that has not said hello is waited for while others are in training already."""
+"""Seconds to wait for a rank that has not said hello while others are training already."""
 
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,27 +160,27 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """The highest promise; None if no rank could be asked."""
     mute: int = 0
-    """Ranks that run and cannot be asked."""
+    """How many ranks run and cannot be asked."""
 
 
 class Agreed(msgspec.Struct, frozen=True, kw_only=True):
-    """What all of them do."""
+    """What all parties do."""
 
     step: int | None = None
-    """After which the ranks stop; None if there is none to be told."""
+    """The step after which the ranks stop; None if no rank can be told."""
     end: bool = False
     """Whether the workers are ended as they are."""
     code: int = int(ExitCode.STOPPED)
-    """What the launcher ends with then."""
+    """What the launcher ends with in that case."""
 
 
 def leaves(*, leads: bool, elastic: bool) -> bool:
-    """Whether a signal to a node's agent means that node alone: one that the group can do without."""
+    """Whether a signal to a node's agent concerns that node alone, as one that the group can do without."""
     return elastic and not leads
 
 
 def goes_on(nodes: int, leaving: int, *, without_leader: bool, min_nodes: int) -> bool:
-    """Whether a group of so many nodes goes on when some leave."""
+    """Whether a group of this many nodes goes on when some leave."""
     return not without_leader and nodes - leaving >= min_nodes
 
 
@@ -193,7 +193,7 @@ def node_word(
 ) -> Promised | None:
     """The word of a node whose ranks `running` have not ended; None while it must wait for one of them.
 
-    `there` can be asked, `done` have finished their training; `waited` seconds have passed.
+    Ranks in `there` can be asked, ranks in `done` have finished their training; `waited` seconds have passed.
     """
     if any(rank not in promises for rank in running & there):
         return None
@@ -213,35 +213,35 @@ def agree(words: Iterable[Promised]) -> Agreed:
         return Agreed(end=mute > 0, code=int(ExitCode.STOPPED_UNSAVED if mute else ExitCode.STOPPED))
     step = stop_step(promises)
     if mute and step == 0:
-        return Agreed(end=True)  # nothing was trained yet: there is nothing that could be lost
+        return Agreed(end=True)  # nothing has been trained yet, so nothing can be lost
     return Agreed(step=step)
 
 
 # Whether a job that was stopped asks its scheduler to be queued again.
 #
 # Guarantee: a job comes back only if the scheduler's own needs stopped it, it may come back, nobody cancelled
-# it, and it gets on: at most MAX_REQUEUES times in a row without progress. What is not known speaks against
+# it, and it makes progress: at most MAX_REQUEUES times in a row without. Whatever is not known counts against
 # it, because a job that comes back unasked can hold nodes for ever. Storage that fails (exit code 34) is a
 # reason to come back; where it keeps requeues from being counted, the scheduler's own count of restarts
 # bounds them.
 
 
 FOR_THE_SCHEDULER = frozenset({"SIGUSR1", "SIGUSR2"})
-"""Signals that mean nothing but what the batch script asked the scheduler to send them for: time is up."""
+"""Signals with only one meaning, the one for which the batch script asked the scheduler: time is up."""
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler says of the job, just before it is asked."""
+    """What the scheduler says about the job, just before it is asked to queue it again."""
 
     allowed: bool | None = None
-    """Whether the job may be queued again; None if that is not known."""
+    """Whether the job may be queued again; None if not known."""
     queued_again: bool = False
     """Whether the scheduler has done so by itself."""
     ending: bool = False
-    """Whether the scheduler is ending it already, or has."""
+    """Whether the scheduler is already ending it, or has ended it."""
     preempted: bool = False
     timed_out: bool = False
-    """Whether its time limit is what ended it."""
+    """Whether it was ended by its time limit."""
 
 
 class RequeueRuling(msgspec.Struct, frozen=True):
@@ -250,14 +250,14 @@ class RequeueRuling(msgspec.Struct, frozen=True):
 
 
 def after_stop(setting: str, request: StopRequest, facts: JobFacts | None, stalled: int) -> RequeueRuling:
-    """After a stop on request.
+    """Whether to ask after a stop on request.
 
     `facts`: None if the scheduler did not say; `stalled`: requeues in a row without progress.
     """
     if request.source in (Source.STOP_FILE, Source.OPERATOR):
         return RequeueRuling(False, f"a person asked for the stop: {request.detail}")
     if request.source is Source.STRAGGLER:
-        return RequeueRuling(False, f"on the same nodes it would be as slow again: {request.detail}")
+        return RequeueRuling(False, f"it would be just as slow on the same nodes: {request.detail}")
     against = _against(setting, facts)
     if against is not None or facts is None:
         return against or RequeueRuling(False, "")
@@ -277,17 +277,17 @@ def after_stop(setting: str, request: StopRequest, facts: JobFacts | None, stall
 
 
 def by_decision(setting: str, reason: str, facts: JobFacts | None, stalled: int) -> RequeueRuling:
-    """After a decision that the nodes it has cannot do it.
+    """Whether to ask after a decision that the run cannot go on with the nodes it has.
 
-    `stalled`: as above; 0 where recovery decided, whose own budget has counted already.
+    `stalled`: as above; 0 where recovery decided, because its own budget has already counted.
     """
     return _against(setting, facts) or _too_often(stalled) or RequeueRuling(True, reason)
 
 
 def uncounted(restarts: int, why: str) -> RequeueRuling | None:
-    """Where requeues cannot be counted, for a reason: what speaks against one more, if anything does.
+    """What speaks against one more requeue, if anything, where requeues cannot be counted (`why`).
 
-    `restarts`: how often the scheduler itself says that it has started the job again, progress or not.
+    `restarts`: how often the scheduler says that it has started the job again, with or without progress.
     """
     if restarts < MAX_REQUEUES:
         return None

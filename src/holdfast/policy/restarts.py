@@ -1,9 +1,9 @@
 """In-process restart: whether it may go on, who takes part under which rank, whether its limits fit. Pure.
 
-Guarantee: there is one policy of recovery. What befell the members is evidence like any other, an iteration
-is an attempt like any other, and `recovery.recover` decides on both; here it is only said how to see them so,
-and which of its decisions can be carried out in these processes. So any sequence of faults ends in progress
-or in a clear end, by the same budgets.
+Guarantee: there is only one recovery policy. What happened to the members is evidence like any other, an
+iteration is an attempt like any other, and `recovery.recover` decides about both. This module only says how
+to present them as such, and which of its decisions can be carried out in these processes. So any sequence of
+faults ends in progress or in a clear end, by the same budgets.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from holdfast.policy.signs import Action
 from holdfast.policy.timeouts import STEP, Value, hides
 
 STAYS = frozenset({Action.RESTART, Action.LOWER_RUNG})
-"""What can be done without starting processes: the others ask for other nodes, devices or an end."""
+"""What can be done without starting processes. The other actions need other nodes or devices, or an end."""
 
 _STOOD_STILL = frozenset({FaultKind.SOFT_TIMEOUT, FaultKind.HARD_TIMEOUT, FaultKind.LATE})
 
 
 class InProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the settings allow, for so many started processes."""
+    """What the settings allow, given the number of started processes."""
 
     wanted: int
-    """Ranks that train."""
+    """How many ranks train."""
     least: int | None
-    """Ranks that may do; None: not fewer than `wanted`."""
+    """How few ranks are enough; None: not fewer than `wanted`."""
     whole_nodes: bool
     max_iterations: int | None
     max_rank_faults: int | None
@@ -54,7 +54,7 @@ def limits_of(chosen: InProcessSettings, members: int) -> InProcessLimits:
 def blamed(faults: Sequence[Fault]) -> set[int]:
     """The members whose own faults these are.
 
-    Not those that only lost a peer; nor those that stood still together, for most of them waited for one.
+    Excludes those that only lost a peer, and those that stood still together, as most of them waited for one.
     """
     still = {fault.member for fault in faults if fault.kind is FaultKind.SOFT_TIMEOUT}
     return {
@@ -67,19 +67,19 @@ def blamed(faults: Sequence[Fault]) -> set[int]:
 
 
 def over_the_limit(counted: Mapping[int, int], limits: InProcessLimits) -> list[int]:
-    """The members that had more faults than one may have."""
+    """The members that had more faults than a member may have."""
     if limits.max_rank_faults is None:
         return []
     return sorted(member for member, times in counted.items() if times > limits.max_rank_faults)
 
 
 def count(counted: Counter[int], faults: Sequence[Fault]) -> Counter[int]:
-    """The faults of each member so far, with those of another iteration."""
+    """The number of faults of each member so far, including those of one more iteration."""
     return counted + Counter(blamed(faults))
 
 
 def evidence_of(faults: Sequence[Fault], world_size: int) -> Evidence:
-    """What befell the members, as what an incident left to judge by."""
+    """What happened to the members, as the evidence that an incident is judged by."""
     ends, hangs, lost = [], [], []
     for fault in faults:
         if fault.kind in _STOOD_STILL:
@@ -92,7 +92,7 @@ def evidence_of(faults: Sequence[Fault], world_size: int) -> Evidence:
             ends.append(
                 WorkerEnd(
                     rank=fault.rank,
-                    # What raised would have ended its process with a code of its own, 1 unless it says so.
+                    # An exception would have ended its process with code 1, unless it has a code of its own.
                     exit_code=fault.exit_code or int(fault.kind is FaultKind.EXCEPTION),
                     at=fault.at,
                     node=fault.node,
@@ -114,7 +114,7 @@ def failed_iteration(
     seconds: float,
     at: float,
 ) -> PastAttempt:
-    """An iteration that ended by these faults, as an attempt."""
+    """An iteration that these faults ended, as an attempt."""
     found = diagnose(evidence_of(faults, len(order)))
     return PastAttempt(
         number=iteration + 1,
@@ -140,25 +140,25 @@ def decide(
 
 
 def after(failed: PastAttempt, decision: Decision) -> PastAttempt:
-    """A failed iteration with what was decided about it: what the next decision looks back on."""
+    """A failed iteration with what was decided about it, for the next decision to look back on."""
     return msgspec.structs.replace(failed, action=decision.action, decided=decision.findings())
 
 
 # Which process trains under which rank in the next iteration of an in-process restart. Pure.
 #
-# Guarantees: no process is given two ranks, none that is not usable is given any, and who stays keeps its
-# rank unless the world shrinks. A lost rank's place is taken by a reserve of its own node if there is one.
-# The answer has `wanted` ranks; fewer, but never fewer than `least`, only where that is allowed.
+# Guarantees: no process is given two ranks, no unusable process is given any, and a process that stays keeps
+# its rank unless the world shrinks. A lost rank's place is taken by a reserve of its own node if there is
+# one. The answer has `wanted` ranks; it has fewer only where that is allowed, and never fewer than `least`.
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is who next."""
+    """Which member has which rank next."""
 
     order: list[int]
     """Members by rank."""
     reserves: list[int]
     promoted: list[int] = []
-    """Those who were no part of it before."""
+    """The members that had no rank before."""
     shrinks: bool = False
 
 
@@ -184,8 +184,8 @@ def reassign(
 ) -> Assignment | Shortage:
     """The next order of members.
 
-    `nodes`: each member that there ever was, and its node; `before`: the order of the iteration before, empty
-    for the first one; `whole_nodes`: a node of which a member is missing is not used.
+    `nodes`: every member there has ever been, with its node; `before`: the order of the previous iteration,
+    empty for the first one; `whole_nodes`: a node with a missing member is not used.
     """
     broken = {nodes[member] for member in nodes if member not in present} if whole_nodes else set()
     usable = [member for member in sorted(present) if nodes[member] not in broken]
@@ -199,7 +199,7 @@ def reassign(
     order: list[int | None] = [member if member in stays else None for member in before]
     order += [None] * (wanted - len(order))  # it had shrunk before
     promoted: list[int] = []
-    for near in (True, False):  # first those on the lost one's own node, so that the rest stays as it is
+    for near in (True, False):  # first reserves on the lost one's own node, so that the rest stays as it is
         for rank, member in enumerate(order):
             lost_from = nodes[before[rank]] if rank < len(before) else None
             found = next((one for one in spare if not near or nodes[one] == lost_from), None)
@@ -219,17 +219,16 @@ def _fewer(usable: list[int], promoted: list[int], wanted: int, least: int | Non
     return Assignment(order=usable, reserves=[], promoted=promoted, shrinks=True)
 
 
-# Whether the limits of in-process restart fit each other and all that may end a rank beside them. Pure.
+# Whether the limits of in-process restart fit each other, and everything else that may end a rank. Pure.
 #
-# The right order, from what is gentle to what is not: a rank that stands still is asked to restart (soft),
-# then it alone is ended (hard), then the others go on without it (barrier). Whatever ends more than that rank
-# (the launcher's watch, NCCL's watchdog, the deadline of a stop) comes later. From the making of a `Run`
-# until every rank has done its first step, soft and hard are longer: by as much as the first step's own
-# limit.
+# The right order, from gentle to drastic: a rank that stands still is asked to restart (soft), then it alone
+# is ended (hard), then the others go on without it (barrier). Whatever ends more than that rank (the
+# launcher's watch, NCCL's watchdog, the deadline of a stop) comes later. From when a `Run` is made until
+# every rank has done its first step, soft and hard are longer: by as much as the first step's own limit.
 
 
 class RestartTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """All timeouts that matter, in seconds; None is one that does not hold here."""
+    """All timeouts that matter, in seconds; None for one that does not apply here."""
 
     soft: Value
     hard: Value
@@ -239,21 +238,21 @@ class RestartTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     silence: Value
     """inprocess.heartbeat_timeout."""
     shutdown: Value
-    """stop.shutdown_timeout_sec; 0 is no deadline."""
+    """stop.shutdown_timeout_sec; 0 means no deadline."""
     step: Value | None = None
     heartbeat: Value | None = None
-    """Of the launcher's watch over ranks, where there is one."""
+    """That of the launcher's watch over ranks, where there is one."""
     watchdog: Value | None = None
-    """After which NCCL's watchdog ends a process in which it is stuck itself."""
+    """When NCCL's watchdog ends a process in which the watchdog itself is stuck."""
     collective: Value | None = None
-    """After which NCCL's watchdog ends a process whose collective is not done."""
+    """When NCCL's watchdog ends a process whose collective is not done."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of ranks, each with how a message names it."""
 
     started: int | None
-    """None if that is not known here."""
+    """None if not known here."""
     active: int | None
     """None: all that were started."""
     active_shown: str
@@ -263,10 +262,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collective_limit(soft: float, hard: float) -> float:
-    """After how many seconds a collective is given up, where its backend says so in the waiting rank.
+    """After how many seconds a collective is given up, where its backend reports that in the waiting rank.
 
-    Later than `soft`: or the rank that waits would fail, and be told of, in place of the one that stands
-    still. Well before `hard`: what nothing else can free has to be free before its keeper ends it.
+    Later than `soft`: otherwise the rank that waits would fail, and be reported, in place of the one that
+    stands still. Well before `hard`: what nothing else can free must be free before its keeper ends it.
     """
     return soft + (hard - soft) / 4
 
@@ -274,8 +273,8 @@ def collective_limit(soft: float, hard: float) -> float:
 def first_step_limit(initial: float, soft: float, hard: float) -> float:
     """After how many seconds without progress a rank is asked to restart while a first step is not done.
 
-    `initial`: the launcher's limit for that. It ends all ranks, so it comes after this one, and after what
-    comes of it; 0 switches both off.
+    `initial`: the launcher's limit for that. It ends all ranks, so it must come after this one, and after
+    what follows from this one; 0 switches both off.
     """
     return max(soft, initial - 2 * (hard - soft)) if initial else math.inf
 
@@ -283,13 +282,13 @@ def first_step_limit(initial: float, soft: float, hard: float) -> float:
 def first_barrier(initial: float, barrier: float) -> float:
     """How many seconds the first rank that calls the function waits for the last one to do so.
 
-    What a script does before that is part of its start, which the launcher, too, allows `initial` for.
+    What a script does before that is part of its start, for which the launcher allows `initial` too.
     """
     return max(barrier, initial or LONGEST_WAIT)
 
 
 def out_of_order(all_of: RestartTimeouts) -> list[str]:
-    """Pairs in which one timeout would hide the other, with the order that is right. [] if all is well."""
+    """Pairs in which one timeout would hide the other, with the right order. [] if all is well."""
     found: list[str] = []
 
     def judge(first: Value, then: Value | None, why: str, order: str) -> None:
@@ -340,7 +339,7 @@ def out_of_order(all_of: RestartTimeouts) -> list[str]:
 
 
 def impossible(sizes: Sizes) -> list[str]:
-    """Numbers of ranks that cannot be. [] if all is well."""
+    """Numbers of ranks that are impossible. [] if all is well."""
     found: list[str] = []
     if sizes.active is not None and sizes.started is not None and sizes.active > sizes.started:
         found.append(

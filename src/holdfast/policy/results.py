@@ -1,7 +1,7 @@
 """Which results are rejected and why, and a rejected result as evidence. Pure.
 
-Whatever is not known is left out; every field but what identifies a thing has a default, so a report of an
-older release is evidence too. Losses are as `journal.encode_loss` gives them.
+Whatever is not known is left out; every field has a default except those that identify a thing, so a report
+of an older release is evidence too. Losses are as `journal.encode_loss` gives them.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from holdfast.policy.trial import LOOK_BACK
 
 # Which losses are rejected, and why. Pure.
 #
-# Guarantee: NaN and the infinities are always told from numbers. A spike or an outlier is told only upwards,
-# only of a finite loss, and only after `ENOUGH` accepted ones; what is rejected never moves what the next
-# loss is compared with.
+# Guarantee: NaN and the infinities are always told apart from numbers. A spike or an outlier is reported only
+# upwards, only for a finite loss, and only after `ENOUGH` accepted ones; a rejected loss never affects what
+# the next loss is compared with.
 #
-# spike     the loss is above `spike` times the largest that was ever accepted. A loss that was negative once
-#           has no such scale, and no spikes.
+# spike     the loss is more than `spike` times the largest that was ever accepted. A loss that was ever
+#           negative has no such scale, and no spikes.
 # outlier   the loss is above the window's median by `outlier` times its spread. The spread is the median
 #           distance from the median, or that of the window's highest tenth if it is larger, each scaled so
-# that           it is one standard deviation of Gaussian noise, and never below `FLOOR` of the median. While
-# all           losses are positive, logarithms are taken first: the noise of a loss grows and shrinks with
-# it, and           single batches of a healthy run may be many times the median. Few values estimate a spread
-# badly, so           the bar is higher while the window is short. Data of a harder kind may come only now
-# and then, so           the bar is at least `REACH` times as far from the median as anything of the last
-# `MEMORY` losses.
+#           that it is one standard deviation of Gaussian noise, and never below `FLOOR` of the median. While
+#           all losses are positive, logarithms are taken first: the noise of a loss grows and shrinks with
+#           it, and single batches of a healthy run may be many times the median. Few values give a poor
+#           estimate of a spread, so the bar is higher while the window is short. Harder data may come only
+#           now and then, so the bar is at least `REACH` times as far from the median as any of the last
+#           `MEMORY` losses.
 
 
 WINDOW = 64
-"""Accepted losses of which the outlier test takes median and spread."""
+"""How many accepted losses the outlier test takes the median and the spread of."""
 MEMORY = 256
-"""Accepted losses of which it takes the largest."""
+"""How many accepted losses it takes the largest of."""
 ENOUGH = 16
-"""Accepted losses from which on there are spikes and outliers."""
+"""How many losses must be accepted before there are spikes and outliers."""
 SCALE = 1.4826
 """Median distance from the median × this = standard deviation, for Gaussian noise."""
 TENTH = 1.2816
-"""The highest tenth of Gaussian noise begins at so many standard deviations above its median."""
+"""The highest tenth of Gaussian noise begins this many standard deviations above its median."""
 FLOOR = 0.02
-"""Smallest spread, as a share of the median: a loss that hardly moves is not all outliers when it does."""
+"""Smallest spread, as a share of the median, so that a loss that hardly moves is no outlier when it does."""
 SHORT = 32
-"""The bar is (1 + SHORT / values) times as far away as for a window without end."""
+"""The bar is (1 + SHORT / values) times as far away as for an endless window."""
 REACH = 1.5
 
 
 class CheckRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look for; a factor of 0 is off."""
+    """What to look for; a factor of 0 means off."""
 
     nan: bool = True
     spike: float = 0.0
@@ -135,7 +135,7 @@ def judge(loss: float, rules: CheckRules, seen: AcceptedLosses) -> list[str]:
 
 
 def outlier_bar(recent: Iterable[float], factor: float) -> float:
-    """The loss above which it counts as an outlier, after these."""
+    """The bar above which a loss counts as an outlier, after these losses."""
     values = list(recent)
     if min(values) > 0:
         exponent = _bar([math.log(value) for value in values], factor, FLOOR)
@@ -152,15 +152,16 @@ def _bar(values: list[float], factor: float, floor: float) -> float:
     return middle + max(far, REACH * (max(values) - middle))
 
 
-# What happens to a non-finite step, and when there were too many in a row. Pure.
+# What happens to a non-finite step, and when there have been too many in a row. Pure.
 #
-# Guarantee: a bad step is never to be used, whatever the policy says; after `max_consecutive` bad steps in a
-# row the answer is `stop` or `roll_back`, the same on every rank that was told the same. A good step, and
+# Guarantee: a bad step is never used, whatever the policy says; after `max_consecutive` bad steps in a row
+# the answer is `stop` or `roll_back`, the same on every rank that was given the same steps. A good step, and
 # nothing else, ends a row.
 #
-# warn      a bad step is dropped, with a warning skip      a bad step is dropped raise     the first bad step
-# stops the run rollback  a bad step is dropped; too many in a row go back to an earlier state instead of
-# stopping
+# warn      a bad step is dropped, with a warning
+# skip      a bad step is dropped
+# raise     the first bad step stops the run
+# rollback  a bad step is dropped; too many in a row go back to an earlier state instead of stopping
 
 
 Policy = Literal["warn", "skip", "raise", "rollback"]
@@ -174,11 +175,11 @@ class Act(StrEnum):
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done with a step; all ranks do the same."""
+    """What to do with a step; all ranks do the same."""
 
     act: Act
     warn: bool = False
-    """Whether a person is to be told; stopping and going back are told anyway."""
+    """Whether to tell a person; they are told of stopping and going back in any case."""
     in_a_row: int = 0
     """Bad steps in a row, this one included."""
     why: str = ""
@@ -186,7 +187,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Count:
-    """Counts bad steps. Nothing but what `after` is told changes it."""
+    """Counts bad steps. It changes only by what `after` is given."""
 
     def __init__(self, policy: Policy, max_consecutive: int) -> None:
         self.policy = policy
@@ -224,30 +225,30 @@ class Count:
         self.in_a_row, self.total = state.get("in_a_row", 0), state.get("total", 0)
 
 
-# Whether a gradient scaler still lets a training learn. Pure.
+# Whether a gradient scaler still lets training learn. Pure.
 #
-# Guarantee: what is told here does not come from a healthy run. A scaler that has begun too high leaves out
-# as many steps as it takes to get down, and one or two now and then later; after `SKIPS` in a row, or with a
-# scale below `COLLAPSED`, it is not finding its scale any more: the gradients themselves are bad.
+# Guarantee: a healthy run never gives rise to what is reported here. A scaler that began too high leaves out
+# as many steps as it takes to get down, and later one or two now and then; after `SKIPS` in a row, or with a
+# scale below `COLLAPSED`, it is no longer searching for its scale: the gradients themselves are bad.
 
 
 SKIPS = 32
-"""Steps left out in a row that are too many: from the usual 65536 down to a hundred-thousandth."""
+"""How many steps left out in a row are too many: from the usual 65536 down to a hundred-thousandth."""
 COLLAPSED = 2.0**-24
-"""The smallest number that a half-precision gradient can be: below such a scale all of them vanish."""
+"""The smallest number that a half-precision gradient can be: below such a scale all gradients vanish."""
 
 
 class Scale:
-    """One scaler's, over time. Nothing but what `observe` is told changes it."""
+    """One scaler's scale, over time. It changes only by what `observe` is given."""
 
     def __init__(self, begins_at: float = 1.0) -> None:
         self._floor = COLLAPSED * min(1.0, begins_at)
         self._before: tuple[float, int] | None = None
         self.skipped = 0
-        """Steps left out in a row."""
+        """How many steps were left out in a row."""
 
     def observe(self, scale: float, good: int) -> bool:
-        """After a step: the scale, and the scaler's count of good steps. Whether that was a bad step.
+        """Whether a step was bad, given the scale and the scaler's count of good steps after it.
 
         A step left out lowers the scale, and nothing else does. A good one raises the count, or the scale.
         """
@@ -262,7 +263,7 @@ class Scale:
 
     @property
     def why(self) -> str:
-        """What is wrong with it, as of now; empty if nothing is."""
+        """What is wrong with the scale at present; empty if nothing is."""
         if self._before is None:
             return ""
         scale = self._before[0]
@@ -279,17 +280,17 @@ class Scale:
         return ""
 
 
-# Which ranks two computations of the same micro-batches accuse. Pure.
+# Which ranks are accused when the same micro-batches are computed twice. Pure.
 #
 # Every rank computes its own micro-batch and that of the rank before it. `differs[i]` says that the micro-
 # batch of rank i gave one loss there and another on rank i + 1 (the ranks form a ring).
 #
-# Guarantee: where nothing differs nobody is accused. A device that computes wrongly spoils two comparisons,
-# its own and its neighbour's, and is among the accused, unless so much differs that it cannot be devices.
-# Then it is the method that does not suit (the model is split over ranks, results cannot be repeated to the
-# tolerance, or a step takes its data from elsewhere than its arguments), and nobody is accused. With two
-# ranks, one bad device and a method that does not suit look alike; only what held before in the same attempt
-# tells them apart.
+# Guarantee: where nothing differs, nobody is accused. A device that computes wrongly spoils two comparisons,
+# its own and its neighbour's, and is among the accused, unless so much differs that devices cannot be the
+# reason. Then the method does not suit the run (the model is split over ranks, results cannot be repeated to
+# within the tolerance, or a step takes data from elsewhere than its arguments), and nobody is accused. With
+# two ranks, one bad device looks the same as a method that does not suit; only an earlier comparison that
+# held in the same attempt tells them apart.
 
 
 class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,14 +300,14 @@ class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def accuse(differs: Sequence[bool], *, held_before: bool) -> Disagreement:
-    """`held_before`: there was a comparison in this attempt in which nothing differed."""
+    """`held_before`: in an earlier comparison of this attempt nothing differed."""
     world = len(differs)
     spoiled = [rank for rank in range(world) if differs[rank]]
     if not spoiled:
         return Disagreement()
     if len(spoiled) > max(2, world // 2) or (len(spoiled) == world and not held_before):
         return Disagreement(suits=False)
-    # A rank that both its comparisons accuse explains both of them.
+    # A rank that is accused by both of its comparisons explains both of them.
     common = {rank for rank in spoiled if world > 2 and differs[rank - 1]}
     accused = set(common)
     for rank in spoiled:
@@ -320,17 +321,17 @@ class Kind(StrEnum):
     """What the ranks ask for."""
 
     STEP = "step"
-    """A step was rejected, and again when it was re-run in place (if re-running is on)."""
+    """A step was rejected, and rejected again when it was re-run in place (if re-running is on)."""
     PROBATION = "probation"
-    """What was loaded does not go on from where it was: the loss, the gradients or the counters say so."""
+    """The loaded state does not continue from where it was: by the loss, the gradients or the counters."""
     ROLLBACK = "rollback"
     """Too many non-finite steps in a row, and the setting is to go back past the newest checkpoint."""
     DEVICE = "device"
-    """The ranks know the device that is at fault: see `accused`."""
+    """The ranks know which device is at fault: see `accused`."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A device of a node; the device is empty where a node has none to tell apart."""
+    """A device of a node; `device` is empty where a node has none to tell apart."""
 
     node: str
     device: str = ""
@@ -352,7 +353,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     """Fingerprint of the tracked state that the step began from."""
     where: str = ""
-    """The first part of the model whose output was not finite although its input was, if that was found."""
+    """The first part of the model whose output was not finite although its input was, if it was found."""
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -368,52 +369,52 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     step: int
-    """The step that was being computed: completed steps + 1. Of a breach: the last completed step."""
+    """The step that was being computed: completed steps + 1. For a breach, the last completed step."""
     reasons: list[str]
     ranks: list[RankResult] = []
-    """Every rank that has something to tell, in order; those that are bad have reasons."""
+    """Every rank that has something to report, in order; those that are bad have reasons."""
     rerun: bool = False
     """Whether it was re-run in place, and rejected again."""
     finite: bool = False
-    """Whether every bad result was a finite number: a spike, an outlier, a check of the user's own. Such a
-    rejection never speaks against a checkpoint."""
+    """Whether every bad result was a finite number: from a spike, an outlier, or the user's own check. Such a
+    rejection is never evidence against a checkpoint."""
     in_probation: bool = False
     counters: bool = False
-    """Whether the counters of what was loaded are not those of its manifest: that has no honest cause."""
+    """Whether the counters of the loaded state are not those of its manifest, which has no innocent cause."""
     window: Window | None = None
-    """The data that it was computed from; None if the run does not own the data."""
+    """The data that the step was computed from; None if the run does not own the data."""
     accused: Place | None = None
     optional: bool = False
-    """Whether the run can as well go on with what is accused: it is slow, and what it computed is right."""
+    """Whether the run could also go on with what is accused, which is slow, but computes correctly."""
     diagnostic: str = ""
     """The diagnostic save, or why there is none."""
 
     @property
     def bad(self) -> list[RankResult]:
-        """The ranks whose own results were bad; empty if only what was reduced was seen to be."""
+        """The ranks whose own results were bad; empty if only the reduced result was seen to be."""
         return [one for one in self.ranks if one.reasons]
 
 
 class Rerun(msgspec.Struct, frozen=True, kw_only=True):
-    """Told to the attempt after a rejection: which step to compare with what, and what then may be done."""
+    """An order to the attempt after a rejection: which step to compare with what, and what to do then."""
 
     step: int
     bad: list[RankResult]
-    """As they were the last time."""
+    """The bad results of the last time."""
     can_exclude: bool = False
     """Whether the run can go on without the devices of `bad`."""
     accept: bool = False
-    """Whether the step is to be accepted although it is rejected again: it is finite, and the same on every
+    """Whether the step is to be accepted if it is rejected again: it is finite, and the same on every
     device."""
     breach: bool = False
-    """Whether it was no step that was rejected: what was loaded did not go on from where it was."""
+    """Whether it was not a step that was rejected: the loaded state did not continue from where it was."""
     settles: bool = False
     """Whether nothing is left to compare with: if it fails again, and the fault does not follow a device, the
-    ranks settle it themselves (see `policy.replay.settle`)."""
+    ranks settle it themselves (see `policy.verdicts.settle`)."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Told to an attempt that replays, from a lower rung, the steps in which a suspect failed."""
+    """An order to an attempt that replays, from a lower rung, the steps in which a suspect failed."""
 
     suspects: list[str]
     """Checkpoints by name. They are condemned if this attempt completes step `until` without a breach."""
@@ -424,35 +425,35 @@ class How(StrEnum):
     """What was settled about a step."""
 
     ACCEPTED = "accepted"
-    """It is finite, and the same everywhere: used as it is."""
+    """It is finite, and the same everywhere: it is used as it is."""
     TOLERATED = "tolerated"
-    """It is not finite, and that is not put down to what was loaded: `validation.nan_policy` applies."""
+    """It is not finite, and that is not blamed on what was loaded: `validation.nan_policy` applies."""
     SHIFT = "shift"
-    """From here on the level of the loss or the gradients is another one, whatever was loaded: no breach."""
+    """From here on the loss or the gradients have another level, whatever was loaded: no breach."""
     FATAL = "fatal"
-    """It is not finite, whatever was loaded, and `validation.nan_policy` ends the run for it."""
+    """It is not finite, whatever was loaded, and `validation.nan_policy` ends the run because of it."""
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict on one step of the run's timeline. It is durable, and every later attempt that replays the
-    step goes by it, whichever checkpoint it comes from."""
+    step follows it, whichever checkpoint it starts from."""
 
     step: int
     how: How
     window: Window | None = None
     """The step's data; None if the run does not own the data."""
     world_size: int = 0
-    """Among how many ranks they were shared out; 0 if not known."""
+    """How many ranks shared these data; 0 if not known."""
     shown: bool = False
-    """Whether it was shown elsewhere too; else the step was dropped where it came up, and nothing more."""
+    """Whether it was shown elsewhere too; if not, the step was only dropped where it came up."""
     why: str = ""
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt is told to do in another way than those before it."""
+    """What an attempt must do differently from those before it."""
 
     avoid: list[str] = []
-    """Checkpoints that it must not use, by name; kept up until there is progress."""
+    """Checkpoints that it must not use, by name; this stays in force until there is progress."""
     rerun: Rerun | None = None
     """The step whose rejection made this attempt necessary."""
     trial: Trial | None = None
@@ -460,35 +461,35 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(Orders, frozen=True, kw_only=True):
-    """What a decision says of checkpoints, data and steps: what was found out, and the orders that follow.
+    """What a decision says about checkpoints, data and steps: what was found out, and the orders that follow.
 
     The orders are part of it by inheritance, not as a field, because the records that hold findings
-    (a decision's, an incident's) are flat, and older ones stay readable.
+    (a decision's, an incident's) are flat, and older ones must stay readable.
     """
 
     verdict: str = ""
-    """On a rejected step: device or reproducible; empty if there is none yet."""
+    """The verdict on a rejected step: device or reproducible; empty if there is none yet."""
     suspect: list[str] = []
     acquit: list[str] = []
-    """Checkpoints that become suspect, or stop to be, before the next attempt begins."""
+    """Checkpoints that are made suspect, or cleared, before the next attempt begins."""
     skip: Window | None = None
     """Data that are left out from now on."""
     settled: list[Settled] = []
-    """Steps that are taken as they are from now on, by every attempt that replays them."""
+    """Steps on which every attempt that replays them follows this verdict from now on."""
 
     def findings(self) -> Findings:
-        """These alone, of a decision that has more to say."""
+        """The findings alone, without the rest of a decision."""
         return Findings(**{name: getattr(self, name) for name in Findings.__struct_fields__})
 
 
 SHIFT_SEEN = 64
-"""Steps after a shift in which it may be seen again: so far back reach the windows of checkpoints."""
+"""How many steps after a shift it may be seen again: the windows of checkpoints reach that far back."""
 
 
 def settled_as(
     settled: Iterable[Settled], how: How, step: int, window: Window | None, world_size: int
 ) -> Settled | None:
-    """What was settled about this step, computed from these data; the latest that says most."""
+    """What was settled about this step, computed from these data; of several, the latest that says most."""
     found = [one for one in settled if one.how is how and _covers(one, step, window, world_size)]
     return max(reversed(found), key=lambda one: one.shown, default=None)
 
@@ -501,30 +502,30 @@ def _covers(settled: Settled, step: int, window: Window | None, world_size: int)
     return settled.window is None or window is None or settled.window == window
 
 
-# How the data of a step is named to people. Pure.
+# How the data of a step are described to people. Pure.
 
 
 NAMED = 8
-"""Samples, or ranks, that are named one by one."""
+"""How many samples, or ranks, are named one by one."""
 
 
 def batch_in_words(window: Window | None, samples: Mapping[int, Sequence[int]], world: int) -> str:
     """As in `batch 25 of epoch 1 (samples 96–99)`: batches and epochs counted from 1, samples from 0.
 
-    `samples`: by rank, of those whose batch was bad; empty where they are not known.
+    `samples`: by rank, for the ranks whose batch was bad; empty where not known.
     """
     if window is None:
         return ""
     first, last = window.first + 1, window.last + 1
     which = f"batch {first}" if first == last else f"batches {first}–{last}"
     where = f"{which} of epoch {window.epoch + 1}"
-    told = [(rank, in_short(indices)) for rank, indices in sorted(samples.items()) if indices]
-    if not told:
+    bad = [(rank, in_short(indices)) for rank, indices in sorted(samples.items()) if indices]
+    if not bad:
         return where
     if world == 1:
-        return f"{where} ({_samples(samples[told[0][0]])} {told[0][1]})"
-    each = [f"{_samples(samples[rank])} {text} on rank {rank}" for rank, text in told[:NAMED]]
-    more = f"; and on {len(told) - NAMED} more" if len(told) > NAMED else ""
+        return f"{where} ({_samples(samples[bad[0][0]])} {bad[0][1]})"
+    each = [f"{_samples(samples[rank])} {text} on rank {rank}" for rank, text in bad[:NAMED]]
+    more = f"; and on {len(bad) - NAMED} more" if len(bad) > NAMED else ""
     return f"{where} ({'; '.join(each)}{more})"
 
 
@@ -533,7 +534,7 @@ def _samples(indices: Sequence[int]) -> str:
 
 
 def in_short(indices: Sequence[int]) -> str:
-    """`96–99` for what follows one another, else one by one in their order, as far as there is room."""
+    """`96–99` for consecutive ones, else one by one in their order, as far as there is room."""
     if len(indices) > 1 and list(indices) == list(range(indices[0], indices[0] + len(indices))):
         return f"{indices[0]}–{indices[-1]}"
     named = ", ".join(map(str, indices[:NAMED]))

@@ -1,11 +1,11 @@
 """The recovery runbook's judgements: what stopped a run, whether it may go on, and from which rung. Pure.
 
-Guarantee: total. Every state of a run gets an answer, and what is not known is said to be not known; a
+Guarantee: total. Every state of a run gets an answer, and whatever is not known is reported as not known; a
 finding that stands in the way of a start carries the exit code that says why, and what to do about it.
 Nothing here starts, drains or changes anything.
 
 A stop that recovery decided on stands until somebody says that its cause is gone (`holdfast control
-reset-budget`): starting again what fails again only costs machines.
+reset-budget`): to start what will fail again only wastes machines.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from holdfast.policy.verdicts import DEVICE, REPRODUCIBLE
 class StageMark(StrEnum):
     OK = "ok"
     NOTE = "note"
-    """Goes on, but somebody should know."""
+    """It does not prevent a start, but somebody should know."""
     PROBLEM = "problem"
-    """Stands in the way."""
+    """It stands in the way of a start."""
     UNKNOWN = "unknown"
 
 
@@ -55,61 +55,61 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     evidence: list[str] = []
     code: int = 0
-    """What `holdfast recover` ends with because of it; 0 unless it stands in the way."""
+    """What `holdfast recover` ends with because of this; 0 unless it stands in the way."""
     next: str = ""
     """What to do about it."""
 
 
 class StopFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A stop on request, as the journal tells it."""
+    """A stop on request, according to the journal."""
 
     source: str
     """signal, stop_file, operator or time_limit."""
     detail: str
     saved: str | None = None
-    """The checkpoint that holds the last step; None if it was not saved, empty if there was nothing to."""
+    """The checkpoint that holds the last step; None if it was not saved, empty if nothing had to be."""
     forced: str = ""
     """Why it ended without saving."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the records and the journal say of a run's end. What is not known keeps its default."""
+    """What the records and the journal say about a run's end. What is not known keeps its default."""
 
     state: str
-    """As `holdfast status` has it."""
+    """As `holdfast status` shows it."""
     detail: str = ""
     attempt: int = 0
     exit_code: int | None = None
     cause: str = ""
     """What the incident was classified as when it happened."""
     incident: str = ""
-    """It in one line."""
+    """The incident in one line."""
     step: int | None = None
     saved_step: int | None = None
     action: str = ""
     """What recovery decided after it."""
     decided_code: int = 0
     verdict: str = ""
-    """On a step that was rejected: device or reproducible; empty if there is none."""
+    """The verdict on a rejected step: device or reproducible; empty if there is none."""
     reason: str = ""
     grounds: list[str] = []
     """What recovery's decision rests on."""
     failures: list[str] = []
     hang: str = ""
-    """Where the reports of a hang lie; empty if there was none."""
+    """Where the reports of a hang are; empty if there was none."""
     stop: StopFacts | None = None
     lease: str = ""
-    """What is known of who held the run."""
+    """What is known about who held the run."""
     notes: list[str] = []
-    """Other things of the last attempt that may have to do with its end."""
+    """Other things about the last attempt that may have to do with its end."""
     forgiven: bool = False
-    """Whether an operator reset the budget after the last attempt: its cause is said to be gone."""
+    """Whether an operator reset the budget after the last attempt, and so said that its cause is gone."""
     paused: str = ""
     problems: list[str] = []
 
 
 LIVE = ("starting", "running", "stopping", "restarting", "paused")
-"""States of a run that somebody holds: it is left alone."""
+"""States of a run that somebody holds, and that is therefore left alone."""
 STANDING = frozenset(
     {
         ExitCode.FAILED,
@@ -119,8 +119,8 @@ STANDING = frozenset(
         ExitCode.NOTHING_LEFT,
     }
 )
-"""Stops that come again unless something has changed that nobody can see from here. The others are judged
-anew: whether there is a rung, storage, a node, somebody who holds the run."""
+"""Stops that will come again unless something has changed that nobody can see from here. The others are
+judged afresh: whether there is a rung, storage, a node, and whether somebody holds the run."""
 
 
 def trigger(facts: Facts) -> Finding:
@@ -146,7 +146,7 @@ def trigger(facts: Facts) -> Finding:
         text = f"nothing: the run finished{_at(facts)} (attempt {facts.attempt})"
         return Finding(stage=Stage.TRIGGER, mark=StageMark.NOTE, text=text)
     if facts.state == "lost":
-        what = f"attempt {facts.attempt} was lost with its launcher{_at(facts)}: it left no end"
+        what = f"attempt {facts.attempt} was lost with its launcher{_at(facts)}: it recorded no end"
         found = [f"the lease: {facts.lease}"] if facts.lease else []
         return Finding(stage=Stage.TRIGGER, mark=StageMark.NOTE, text=what, evidence=[*found, *evidence])
     if facts.stop is not None and facts.state == "stopped":
@@ -174,7 +174,7 @@ def _kept(stop: StopFacts) -> str:
 
 
 class Side(StrEnum):
-    """Whose fault it is, as far as what to do next depends on it."""
+    """Whose fault it is, as far as that matters for what to do next."""
 
     NOBODY = "nobody"
     INFRASTRUCTURE = "infrastructure"
@@ -198,10 +198,10 @@ _SIDES = {
 }
 _MEANT = {
     Side.NOBODY: "there is nothing to recover from",
-    Side.INFRASTRUCTURE: "something around the job broke: a start on machines that are well goes on",
-    Side.JOB: "the job's own doing: it comes again unless its code or settings change",
-    Side.DATA: "the same samples come again unless they change or are left out",
-    Side.CHECKPOINT: "a checkpoint: a rung that is sound goes on",
+    Side.INFRASTRUCTURE: "something around the job broke: a start on healthy machines can go on",
+    Side.JOB: "the job's own doing: it will come again unless its code or settings change",
+    Side.DATA: "the same samples come again unless they are changed or left out",
+    Side.CHECKPOINT: "a checkpoint is at fault: a start from a sound rung can go on",
     Side.PREEMPTION: "somebody needed the machines: it says nothing about the job",
     Side.OPERATOR: "a person wanted it",
     Side.UNKNOWN: "the evidence does not say whose fault it is",
@@ -219,7 +219,7 @@ _BY_CODE = {
     ExitCode.PAUSED_TOO_LONG: Side.OPERATOR,
 }
 _BY_VERDICT = {REPRODUCIBLE: Side.DATA, DEVICE: Side.INFRASTRUCTURE}
-"""A step that fails alike on any device fails for what it works on; one that follows a device, for that."""
+"""A step that fails alike on any device is the data's fault; one that follows a device is the device's."""
 _INTERRUPTED = 128 + 2
 
 
@@ -235,7 +235,7 @@ def side_of(facts: Facts) -> Side:
             asked.source in ("operator", "stop_file") or "SIGINT" in asked.detail
         )
         return Side.OPERATOR if by_hand or facts.exit_code == _INTERRUPTED else Side.PREEMPTION
-    if facts.verdict in _BY_VERDICT:  # what came of an incident says more than what it looked like at first
+    if facts.verdict in _BY_VERDICT:  # what an incident turned out to be outweighs what it first looked like
         return _BY_VERDICT[facts.verdict]
     if facts.cause in set(Cause):
         return _SIDES[Cause(facts.cause)]
@@ -257,8 +257,10 @@ def classify(facts: Facts) -> Finding:
         return Finding(stage=Stage.CLASSIFY, mark=mark, text=text, evidence=held)
     meaning, remedy = MEANINGS[ExitCode(facts.decided_code)]
     if facts.forgiven:
-        told = [f"the stop with code {facts.decided_code} is forgiven: an operator reset the budget after it"]
-        return Finding(stage=Stage.CLASSIFY, mark=StageMark.NOTE, text=text, evidence=told)
+        forgiven = [
+            f"the stop with code {facts.decided_code} is forgiven: an operator reset the budget after it"
+        ]
+        return Finding(stage=Stage.CLASSIFY, mark=StageMark.NOTE, text=text, evidence=forgiven)
     return Finding(
         stage=Stage.CLASSIFY,
         mark=StageMark.PROBLEM,
@@ -277,7 +279,7 @@ def _at(facts: Facts) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Of the first finding that stands in the way; one that somebody holds the run outranks all."""
+    """The code of the first finding that stands in the way; "somebody holds the run" outranks all others."""
     codes = [finding.code for finding in findings if finding.code]
     return int(ExitCode.RUN_IS_LIVE) if ExitCode.RUN_IS_LIVE in codes else next(iter(codes), 0)
 
@@ -287,17 +289,17 @@ class NotStarted(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     code: int = 0
-    """What to end with; 0 if the findings have said it."""
+    """What to end with; 0 if the findings have already said it."""
     question: str = ""
-    """What to ask a person, whose word overrules it; empty if nobody's does."""
+    """What to ask a person, whose word can overrule it; empty if nobody can."""
 
 
 def why_not_started(
     findings: Sequence[Finding], answer: str, *, known: bool, submit: str
 ) -> NotStarted | None:
-    """Only a stop that recovery decided on can be overruled. None: it may be started.
+    """Why not; None if it may be started. Only a stop that recovery decided on can be overruled.
 
-    `known`: whether there is a command; `submit`: how else to start it, if it must not be run here.
+    `known`: whether there is a command; `submit`: how else to start the run, if that must not be done here.
     """
     blocking = [one for one in findings if one.code]
     if any(one.stage is not Stage.CLASSIFY for one in blocking):
@@ -316,22 +318,22 @@ def why_not_started(
     )
 
 
-# Whether a run that stopped has what it needs to go on: nodes, storage, and ranks that fit. Pure.
+# Whether a stopped run has what it needs to go on: nodes, storage, and ranks that fit. Pure.
 #
-# The part of the recovery runbook that looks ahead; `runbook` has what looks back.
+# This is the part of the recovery runbook that looks ahead; the part above looks back.
 
 
 # --- nodes and capacity ------------------------------------------------------------------------------------
 
 
 class Suspected(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, or a device of one, that something speaks against."""
+    """A node, or a device of one, that there is evidence against."""
 
     node: str
     device: str | None = None
     why: str
     sure: bool = False
-    """Whether the hardware or a health check itself says so; otherwise it is only where things went wrong."""
+    """Whether the hardware or a health check itself says so; if not, it is only where things went wrong."""
 
 
 class NodeDrain(msgspec.Struct, frozen=True, kw_only=True):
@@ -344,13 +346,14 @@ class NodeDrain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TWICE = 2
-"""So often a place must have been named for its faults to count against it: once is chance."""
+"""How often a place must have been named for its faults to count against it: once is chance."""
 
 
 def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[list[NodeDrain], Finding]:
     """What to take out of service before the run is started again.
 
-    What the hardware or a health check accuses; and where things went wrong twice, if the rest suffices.
+    That is what the hardware or a health check accuses, and, if the rest suffices, where things went wrong
+    twice.
     """
     places: dict[tuple[str, str | None], list[Suspected]] = {}
     for one in suspected:
@@ -359,12 +362,12 @@ def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[li
             places.setdefault((one.node, one.device), []).append(one)
     drains: list[NodeDrain] = []
     looked: list[str] = []
-    for (node, device), told in sorted(places.items(), key=lambda item: (item[0][0], item[0][1] or "")):
-        reason = next((one.why for one in told if one.sure), told[-1].why)
+    for (node, device), known in sorted(places.items(), key=lambda item: (item[0][0], item[0][1] or "")):
+        reason = next((one.why for one in known if one.sure), known[-1].why)
         drain = NodeDrain(node=node, device=device, reason=reason)
         without = _without(cluster, [*drains, drain])
         enough = not fit(without, max(cluster.min_nodes, 1)).missing
-        if any(one.sure for one in told) or (len(told) >= TWICE and enough):
+        if any(one.sure for one in known) or (len(known) >= TWICE and enough):
             drains.append(drain)
         else:
             only = "the rest would not suffice without it" if not enough else "once is no pattern"
@@ -375,10 +378,10 @@ def nodes_to_drain(suspected: Sequence[Suspected], cluster: Cluster) -> tuple[li
     ]
     if drains:
         names = ", ".join(drain.describe() for drain in drains)
-        told_why = [f"{drain.describe()}: {drain.reason}" for drain in drains]
+        reasons = [f"{drain.describe()}: {drain.reason}" for drain in drains]
         text = f"to be drained: {names}"
         return drains, Finding(
-            stage=Stage.NODES, mark=StageMark.NOTE, text=text, evidence=[*told_why, *looked, *kept_out]
+            stage=Stage.NODES, mark=StageMark.NOTE, text=text, evidence=[*reasons, *looked, *kept_out]
         )
     return [], Finding(
         stage=Stage.NODES,
@@ -394,7 +397,7 @@ def _without(cluster: Cluster, drains: Sequence[NodeDrain]) -> Cluster:
 
 
 def nodes_to_start_with(cluster: Cluster, drains: Sequence[NodeDrain]) -> int | None:
-    """How many nodes a start of a run that may shrink would have; None where its launch alone says that."""
+    """How many nodes a start would have, if the run may shrink; None where only its launch says that."""
     if not cluster.may_shrink:
         return None
     found = fit(_without(cluster, drains), cluster.max_nodes)
@@ -402,16 +405,16 @@ def nodes_to_start_with(cluster: Cluster, drains: Sequence[NodeDrain]) -> int | 
 
 
 class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that a scheduler has for the run now, without those that are kept out."""
+    """The nodes that a scheduler has for the run now, without those that are kept out."""
 
     by: str
     nodes: int
     queues: bool
-    """Whether a start waits in its queue until there are enough; a job that runs keeps the nodes it has."""
+    """Whether a start waits in its queue until there are enough; a running job keeps the nodes it has."""
 
 
 def capacity(cluster: Cluster, drains: Sequence[NodeDrain], offer: NodeOffer | None) -> Finding:
-    """Whether there are nodes enough: enough, shrink, or wait.
+    """Whether there are enough nodes: enough, shrink, or wait.
 
     `offer`: None if there is no scheduler to ask, or no answer; then the last attempts' nodes count.
     """
@@ -444,7 +447,7 @@ def _offered(cluster: Cluster, offer: NodeOffer, wanted: int) -> Finding:
         return Finding(stage=Stage.CAPACITY, mark=StageMark.NOTE, text=text)
     if not offer.queues:
         return _too_few(f"wait: {have}")
-    text = f"wait: {have}; the job waits in the queue until they are there"
+    text = f"wait: {have}; the job waits in the queue until there are enough"
     return Finding(stage=Stage.CAPACITY, mark=StageMark.NOTE, text=text)
 
 
@@ -461,18 +464,18 @@ def _too_few(text: str) -> Finding:
 class StorageFacts(msgspec.Struct, frozen=True, kw_only=True):
     place: str
     what: str
-    """What lies there: the checkpoints, or the run's memory."""
+    """What is kept there: the checkpoints, or the run's memory."""
     problem: str = ""
-    """What trying it showed; empty if it takes and gives back what is written."""
+    """What a test of it showed; empty if what is written can be read back."""
     free: int | None = None
     needed: int = 0
-    """Bytes that the next save takes; 0 if not known."""
+    """How many bytes the next save takes; 0 if not known."""
     code: int = int(ExitCode.SAVE_FAILED)
     """What a start would end with if it cannot be written."""
 
 
 def storage(places: Sequence[StorageFacts], alarm: Sequence[str]) -> Finding:
-    """Whether what is there can be believed, and the next save has room."""
+    """Whether the storage can be trusted, and has room for the next save."""
     evidence: list[str] = []
     code, remedy = 0, ""
     for one in places:
@@ -488,36 +491,38 @@ def storage(places: Sequence[StorageFacts], alarm: Sequence[str]) -> Finding:
         if (one.problem or short) and not code:
             code, remedy = one.code, MEANINGS[ExitCode(one.code)][1]
     if alarm:
-        told = f"storage alarm: {' and '.join(alarm)}, one after the other, cannot be used"
+        doubt = f"storage alarm: {' and '.join(alarm)}, one after the other, cannot be used"
         works = "the storage was tried and works, so the next older checkpoint counts"
-        evidence.append(told if code else f"{told}; {works}")
+        evidence.append(doubt if code else f"{doubt}; {works}")
     if code:
         text = "cannot be used as it is"
         return Finding(
             stage=Stage.STORAGE, mark=StageMark.PROBLEM, text=text, evidence=evidence, code=code, next=remedy
         )
     mark = StageMark.NOTE if alarm else StageMark.OK
-    text = "takes and gives back what is written"
+    text = "what is written can be read back"
     return Finding(stage=Stage.STORAGE, mark=mark, text=text, evidence=evidence)
 
 
 def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Finding:
-    """Whether so many ranks can take up what others saved. `shared`: the data position is a global one."""
+    """Whether that many ranks can take up what others saved. `shared`: the data position is a global one."""
     if saved is None or wanted is None:
         known = "the number of ranks that a start would have" if wanted is None else "how many ranks saved it"
         return Finding(stage=Stage.WORLD, mark=StageMark.UNKNOWN, text=f"{known} is not known")
     if saved == wanted:
         return Finding(
-            stage=Stage.WORLD, mark=StageMark.OK, text=f"{plural(saved, 'rank')} saved it, as many start"
+            stage=Stage.WORLD,
+            mark=StageMark.OK,
+            text=f"{plural(saved, 'rank')} saved it, as many would start",
         )
     both = f"{plural(saved, 'rank')} saved it, {plural(wanted, 'rank')} would start"
     if shared is None:
         text = f"{both}: whether its data position can be shared out is known only when it is loaded"
         return Finding(stage=Stage.WORLD, mark=StageMark.UNKNOWN, text=text)
     if shared:
-        told = ["tensors and the data position are resharded; random generators are seeded anew"]
+        resharded = ["tensors and the data position are resharded; random generators are seeded anew"]
         return Finding(
-            stage=Stage.WORLD, mark=StageMark.NOTE, text=f"{both}: resharding is fine", evidence=told
+            stage=Stage.WORLD, mark=StageMark.NOTE, text=f"{both}: resharding is fine", evidence=resharded
         )
     return Finding(
         stage=Stage.WORLD,
@@ -535,10 +540,10 @@ def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Find
 def command(
     shown: str | None, *, nodes: int = 1, missing: Sequence[str] = (), submit: str = "", wrong: str = ""
 ) -> Finding:
-    """How the run starts again. `shown`: the command in words, None if it is not known.
+    """How to start the run again. `shown`: the command in words, None if not known.
 
-    `missing`: variables that the last launch had; `submit`: how to start it where it must not be run here;
-    `wrong`: why it would not start this run.
+    `missing`: variables that only the last launch had; `submit`: how to start the run where the command must
+    not be run here; `wrong`: why the command would not start this run.
     """
     if shown is None:
         return Finding(

@@ -1,7 +1,7 @@
-"""The texts, classes and numbers of errors by which a cause is known, and the words for causes. Pure.
+"""The texts, classes and numbers of errors by which a cause is recognised, and the words for causes. Pure.
 
-Every text comes with a message as it is really met; a test classifies each of them, and compares the tables
-with docs/guides/recovery.md. What is not here is unknown, whatever it is.
+Every text comes with a message as it really occurs; a test classifies each of these, and compares the tables
+with docs/guides/recovery.md. Anything that is not here is unknown, whatever it is.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import msgspec
 from holdfast.policy.evidence import Raised
 from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
 
-# What the numbers mean by which NVIDIA's driver reports errors in the kernel log ("Xid").
+# What the numbers mean with which NVIDIA's driver reports errors in the kernel log ("Xid").
 #
 # Facts in our words, for the data-centre devices from Ampere on, from two public sources:
 #
-# * SOURCE, NVIDIA's catalogue of Xids (release 610). `says` is its immediate action, from which our class is
-#   taken. Where the catalogue has no action for a number, or one that does not bear our class out, `says` is
-#   empty: then the class is *unproven*, is told as such, and accuses nobody.
-# * NAMES, the driver's own header, from which the meaning of a number is taken that the catalogue calls
-# unused.
+# * SOURCE, NVIDIA's catalogue of Xids (release 610). `says` is its immediate action, and our class is derived
+#   from that. Where the catalogue has no action for a number, or one that does not bear our class out, `says`
+#   is empty: then the class is *unproven*, is reported as such, and accuses nobody.
+# * NAMES, the driver's own header, which gives the meaning of numbers that the catalogue calls unused.
 #
-# A number that is not here is told as it is: it accuses nobody either.
+# A number that is not here is reported as it is, and accuses nobody either.
 
 
 SOURCE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
@@ -37,35 +36,35 @@ NAMES = "https://github.com/NVIDIA/open-gpu-kernel-modules, src/common/sdk/nvidi
 
 class XidClass(StrEnum):
     APPLICATION = "application"
-    """A program's own bug causes it as well; starting again is enough."""
+    """A program's own bug can cause it too; starting again is enough."""
     NOTICE = "notice"
-    """Says what was done about something else."""
+    """It reports what was done about something else."""
     RESET = "reset"
     """The device must be reset before it is used again."""
     DRAIN = "drain"
-    """The node must be taken out of service: a reset alone does not cure it, or touches its other devices."""
+    """The node must be taken out of service: a reset alone does not cure it, or affects its other devices."""
     HARDWARE = "hardware"
-    """Something is broken that has to be replaced or looked at by a person."""
+    """Something is broken that must be replaced, or looked at by a person."""
 
 
 class Xid(msgspec.Struct, frozen=True):
     meaning: str
     kind: XidClass
     says: str = ""
-    """What NVIDIA's catalogue says is to be done at once; empty if it does not bear `kind` out."""
+    """What to do at once, according to NVIDIA's catalogue; empty if it does not bear `kind` out."""
     proof: bool = False
-    """Whether recovery takes it for broken hardware by itself: memory errors beyond correction, failed row
-    remapping, NVLink, off the bus, a dead controller. A program's bug causes some others too, some follow
-    from its end, and the rest leave open whether the device is to blame."""
+    """Whether recovery takes it alone as proof of broken hardware: memory errors beyond correction, failed
+    row remapping, NVLink, off the bus, a dead controller. Of the others, some can be caused by a program's
+    bug, some follow from its end, and the rest leave open whether the device is to blame."""
 
     @property
     def unproven(self) -> bool:
-        """Whether no public source says what is to be done about it."""
+        """Whether no public source says what to do about it."""
         return not self.says
 
     @property
     def for_node(self) -> str:
-        """What it means for the node."""
+        """What it means for the node, in words."""
         if self.unproven:
             return f"unproven; perhaps {_FOR_NODE[self.kind]}"
         return _FOR_NODE[self.kind]
@@ -163,7 +162,7 @@ XIDS: dict[int, Xid] = {
 
 
 def accuses_device(number: int) -> bool:
-    """Whether it means that the device must not be used as it is."""
+    """Whether an Xid means that the device must not be used as it is."""
     found = XIDS.get(number)
     grave = (XidClass.RESET, XidClass.DRAIN, XidClass.HARDWARE)
     return found is not None and not found.unproven and found.kind in grave
@@ -189,17 +188,17 @@ class Cause(StrEnum):
 
 
 LOADER_KILLED = "is killed by signal: Killed"
-"""What torch says of a process that loads data, when somebody sent it SIGKILL."""
+"""What torch says about a process that loads data when somebody sent it SIGKILL."""
 
 
 class Sign(NamedTuple):
-    """A text by which a cause is known."""
+    """A text by which a cause is recognised."""
 
     cause: Cause
     pattern: str
-    """Looked for in the exception's class and message, or in a line of standard error, in any case."""
+    """Looked for in the exception's class and message, or in a line of standard error, ignoring case."""
     example: str
-    """A message as it is met, by which a test knows that this row is the one that finds it."""
+    """A message as it really occurs; a test checks that this row is the one that matches it."""
     symptom: bool = False
     """Whether it only says that a peer was lost."""
     hardware: bool = False
@@ -207,11 +206,11 @@ class Sign(NamedTuple):
     here: bool = True
     """Whether the node that it was seen on may be at fault."""
     fabric: bool = False
-    """Whether it is the word of a network adapter, or of its library: hangs and timeouts follow from that."""
+    """Whether it is the word of a network adapter or its library, from which hangs and timeouts follow."""
 
 
 SIGNS: tuple[Sign, ...] = (
-    # memory: the same job needs as much again
+    # memory: the same job will need as much again
     Sign(
         Cause.JOB,
         r"out of memory|outofmemoryerror",
@@ -279,7 +278,7 @@ SIGNS: tuple[Sign, ...] = (
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting "
         "1800000ms for recv operation to complete",
     ),
-    # a peer that is gone: what took it away is another rank's to tell
+    # a peer that is gone: another rank has to say why
     Sign(
         Cause.INFRASTRUCTURE,
         r"connection closed by (remote )?peer|connection reset by peer|connection was likely closed",
@@ -488,7 +487,7 @@ SIGNS: tuple[Sign, ...] = (
         r"dataloader worker .*(exited unexpectedly|killed by signal)",
         "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly",
     ),
-    # numbers of the system's errors, where only the text of an OSError is left of it
+    # the system's error numbers, where nothing is left of an OSError but its text
     Sign(
         Cause.INFRASTRUCTURE,
         r"\[errno ({errnos})\]",
@@ -522,7 +521,7 @@ SIGNS: tuple[Sign, ...] = (
         "8 vs 4",
     ),
 )
-"""Every text by which a cause is known, in the order in which they are looked for."""
+"""Every text by which a cause is recognised, in the order in which they are looked for."""
 
 ERRNOS: Mapping[int, str] = {
     number: errno.errorcode[number]
@@ -534,16 +533,16 @@ ERRNOS: Mapping[int, str] = {
         errno.EREMOTEIO, errno.EDQUOT, errno.EKEYEXPIRED,
     )
 }  # fmt: skip
-"""Of an OSError: what a disk, a network, a mount or a machine has, and no program. ENOENT, EACCES and the
-like are mostly the script's."""
+"""Numbers of an OSError that come from a disk, a network, a mount or a machine, and not from a program.
+ENOENT, EACCES and the like are mostly the script's own."""
 
 
 class KnownClass(NamedTuple):
-    """What the class of an exception says."""
+    """What the class of an exception says about the cause."""
 
     cause: Cause
     refined: bool = False
-    """Whether a text of `SIGNS` in its message knows better."""
+    """Whether a text of `SIGNS` in its message may know better."""
     here: bool = True
 
 
@@ -572,7 +571,7 @@ TYPES: Mapping[str, KnownClass] = {
     "google.api_core.exceptions.RetryError": KnownClass(Cause.INFRASTRUCTURE, here=False),
     "google.api_core.exceptions.TooManyRequests": KnownClass(Cause.INFRASTRUCTURE, here=False),
 }
-"""Classes of exceptions that say what was wrong whatever their message is. Those derived from them do too."""
+"""Classes of exceptions that say what was wrong, whatever their message. So do those derived from them."""
 
 OWN_CLASSES = frozenset({
     "ArithmeticError", "AssertionError", "AttributeError", "FileExistsError", "FileNotFoundError",
@@ -580,8 +579,8 @@ OWN_CLASSES = frozenset({
     "NotImplementedError", "PermissionError", "RecursionError", "StopIteration", "SyntaxError", "TypeError",
     "ValueError", "Warning",
 })  # fmt: skip
-"""Python's classes of what a program does wrong, where nothing else is known; those derived from them too.
-RuntimeError is none of them: torch, and much of what is written in C++, raises it for everything."""
+"""Python's classes for what a program does wrong, if nothing else is known; and those derived from them.
+RuntimeError is not one of them: torch, and much of what is written in C++, raises it for everything."""
 
 _PATTERNS = tuple(
     re.compile(one.pattern.replace("{errnos}", "|".join(map(str, ERRNOS))), re.IGNORECASE) for one in SIGNS
@@ -591,35 +590,35 @@ _HARDWARE_PATTERNS = tuple(pattern for one, pattern in zip(SIGNS, _PATTERNS, str
 
 
 class Found(NamedTuple):
-    """What was found out about one worker's end."""
+    """What was found out about the end of one worker."""
 
     cause: Cause
     here: bool = True
     hardware: bool = False
     told: bool = True
-    """Whether anything that was said has decided it."""
+    """Whether it was decided by anything that was said."""
 
 
 def is_own(raised: Raised) -> bool:
-    """Whether its class says that the program itself is wrong."""
+    """Whether its class says that the program itself is at fault."""
     names = raised.types or [raised.message.partition(":")[0]]
-    kind = getattr(builtins, names[0], None)  # of a traceback only the class itself is known
+    kind = getattr(builtins, names[0], None)  # a traceback shows only the class itself
     above = [base.__name__ for base in kind.__mro__] if isinstance(kind, type) else []
     return not OWN_CLASSES.isdisjoint([*names, *above])
 
 
 def in_words(raised: Raised) -> str:
-    """As Python shows it."""
+    """The exception as Python shows it."""
     return f"{raised.types[0]}: {raised.message}" if raised.types else raised.message
 
 
 def sign_in(text: str) -> Sign | None:
-    """The first row whose pattern is in the text."""
+    """The first row whose pattern occurs in the text."""
     return next((row for row, pattern in zip(SIGNS, _PATTERNS, strict=True) if pattern.search(text)), None)
 
 
 def is_of_lost_peer(text: str) -> bool:
-    """Whether any part of it says that a peer was lost."""
+    """Whether any part of the text says that a peer was lost."""
     return any(pattern.search(text) for pattern in _SYMPTOM_PATTERNS)
 
 
@@ -628,7 +627,7 @@ def is_of_hardware(text: str) -> bool:
 
 
 def is_of_fabric(text: str) -> bool:
-    """Whether the first thing that the text tells of is a network adapter."""
+    """Whether the first thing that the text reports is about a network adapter."""
     sign = sign_in(text)
     return sign is not None and sign.fabric
 
@@ -640,7 +639,7 @@ _ADAPTERS = (
     ),
     re.compile(r"(?<![\w/.-])(?:eth|ib|bond|hsn|eno|ens|enp)\d\w*(?![\w.])"),
 )
-"""Names of what talks RDMA, with its port, and of plain interfaces."""
+"""Names of RDMA devices, with their port, and of plain interfaces."""
 
 
 def adapter_in(text: str) -> str:
@@ -650,14 +649,14 @@ def adapter_in(text: str) -> str:
 
 
 def adapter_to_check(texts: Sequence[str], node: str) -> str:
-    """What to do about an adapter that these texts of one rank complain of; empty if they do not."""
+    """What to do about an adapter that these texts of one rank complain about; empty if they do not."""
     complaints = [text for text in texts if is_of_fabric(text) or is_of_lost_peer(text)]
     name = next((found for text in complaints if (found := adapter_in(text))), "")
     return f"check the network adapter {name}{f' on {node}' if node else ''}" if name else ""
 
 
 def found_in(raised: Raised) -> Found | None:
-    """What one exception says: its class, its errno, then its text. None: nothing."""
+    """What one exception says: by its class, its errno, then its text. None if it says nothing."""
     known = next((TYPES[name] for name in raised.types if name in TYPES), None)
     if known is not None and not known.refined:
         return Found(known.cause, known.here)
@@ -674,7 +673,7 @@ def found_in(raised: Raised) -> Found | None:
 
 class Action(StrEnum):
     RESTART = "restart"
-    """As before; on spares in the place of nodes that are gone."""
+    """As before, with spares in the place of nodes that are gone."""
     ROTATE = "rotate"
     """Each rank on another device."""
     EXCLUDE = "exclude"
@@ -686,7 +685,7 @@ class Action(StrEnum):
     WAIT = "wait"
     """Then decide again."""
     REQUEUE = "requeue"
-    """End, to be started again by the scheduler."""
+    """End, and let the scheduler start the job again."""
     STOP = "stop"
 
     @property
@@ -695,7 +694,7 @@ class Action(StrEnum):
         return self not in (Action.WAIT, Action.REQUEUE, Action.STOP)
 
 
-# The words of the design in plain English, for what people read. Pure.
+# The terms of the design in plain English, for what people read. Pure.
 
 
 _ACTIVITIES = {
@@ -727,23 +726,23 @@ _DEEDS = {
 
 
 def activity(section: str, exiting: bool = False) -> str:
-    """What a rank was doing, by the section that it was in; empty: in none."""
+    """What a rank was doing, by the section that it was in; an empty name means none."""
     if exiting:
         return f"after its loop, in {section!r}" if section else "between the end of its loop and its exit"
     return _ACTIVITIES.get(section, f"in {section!r}") if section else "between its steps"
 
 
 def a_collective(name: str) -> str:
-    """`an all_reduce`, `a barrier`; `a collective` where its name is not known."""
+    """`an all_reduce`, `a barrier`; `a collective` if its name is not known."""
     name = name or "collective"
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def origin(cause: str) -> str:
-    """What something came from, by its class."""
+    """What an incident came from, in words, by the class of its cause."""
     return _ORIGINS[Cause(cause)] if cause in set(Cause) else f"a failure ({cause})"
 
 
 def deed(action: str) -> str:
-    """What was decided. An action of another release is shown by its own name."""
+    """What was decided, in words. An action of another release is shown by its own name."""
     return _DEEDS[Action(action)] if action in set(Action) else action

@@ -1,6 +1,6 @@
-"""Which time limit rules a rank at this moment, when an overdue rank is a hang, and what limits are learned.
+"""Which time limit applies to a rank at a moment, when an overdue rank hangs, and which limits are learned.
 
-A rank is either in a section or in none, and one rule holds:
+A rank is either in a section or in none, and one rule applies:
 
 | the rank                                             | rule           | its clock |
 |------------------------------------------------------|----------------|-----------|
@@ -13,12 +13,12 @@ A rank is either in a section or in none, and one rule holds:
 | has left its loop, in a section with a limit         | exiting        | the section's own |
 
 A section's own clock stands still while another section is open inside it, so that a hang in the inner one is
-found by the inner one's limit. After the first step a limit that a person has given to a section holds for
+found by the inner one's limit. After the first step a limit that a person has given to a section applies to
 the whole of it as well, however often others open and close inside it (`Limits.whole`): those without a limit
-count in full, and each of the others with what it took beyond its own. A limit of 0 is switched off.
+count in full, and each of the others with the time that it took beyond its own. A limit of 0 is switched off.
 
-An overdue rank alone is no hang: it may wait for another one, and who waits for a rank that is in time is in
-time (`hanging`).
+An overdue rank by itself is not a hang: it may be waiting for another rank, and a rank that waits for one
+that is in time is itself in time (`hanging`).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ import msgspec
 
 SETUP, LOADING, STEP, CHECKPOINTING = "setup", "loading", "step", "checkpointing"
 BEFORE_TRAINING = (SETUP, LOADING)
-"""Sections that exist only before the first step, and so keep their own limit then."""
+"""Sections that exist only before the first step, and therefore keep their own limit there."""
 EXITING = "exiting"
 """The rule for a rank that has left its loop."""
 
 SAFETY_FACTOR = 5.0
-"""A learned limit is so many times the longest that was seen."""
+"""A learned limit is this many times the longest duration seen."""
 SMOOTHING = 0.5
-"""Weight of what an attempt saw against what was learned before it."""
+"""The weight of what an attempt saw, against what was learned before it."""
 ENOUGH = {SETUP: 1, CHECKPOINTING: 1, STEP: 16}
 ENOUGH_OF_OTHERS = 3
-"""Samples of one rank from which on a limit is learned; gaps between sections need as many as steps."""
+"""How many samples of one rank are enough to learn a limit; gaps between sections need as many as steps."""
 FLOORS = {SETUP: 120.0, CHECKPOINTING: 60.0}
 FLOOR = 30.0
 """Seconds below which no limit is learned: a busy machine or a slow disk must not look like a hang."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, as configured for one rank; 0 is off."""
+    """Limits in seconds, as configured for one rank; 0 means off."""
 
     initial: float = 1800.0
     heartbeat: float = 300.0
@@ -55,18 +55,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     exiting: float = 3600.0
     """From the end of the loop to the end of the process."""
     whole: dict[str, float] = {}
-    """Of a section with all that is inside it, where a person has given it; nothing learned changes that."""
+    """For a section with all that is inside it, where a person has set one; learning never changes these."""
     given: list[str] = []
-    """Which of the limits a person has set: what is learned never exceeds those."""
+    """Which of the limits a person has set: learned limits never exceed those."""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits from what was seen; empty or 0 where not enough was."""
+    """Limits learned from what was seen; empty or 0 where not enough was seen."""
 
     sections: dict[str, float] = {}
     out_of_section: float = 0.0
     initial: float = 0.0
-    """Never learned, because a cold cache makes any start slow; may be imported."""
+    """Never learned, because a cold cache makes any start slow; but it may be imported."""
     heartbeat: float = 0.0
 
 
@@ -82,37 +82,37 @@ class OpenSection(msgspec.Struct, array_like=True):
 
     name: str
     since: float
-    """When its clock last started to run; of no meaning while another section is open inside it."""
+    """When its clock last started to run; without meaning while another section is open inside it."""
     spent: float = 0.0
-    """Seconds that its clock had run before that."""
+    """How many seconds its clock had run before that."""
     at_least: float = 0.0
-    """This once its limit is not below this: what happens in it has a deadline of its own."""
+    """This time, its limit is at least this, because what happens in it has a deadline of its own."""
     began: float = 0.0
     """When it was entered."""
     inside: dict[str, float] = {}
     """Seconds that sections inside it took, by name, each without those inside it; those still open are not
-    counted yet, and those that have a deadline of their own never."""
+    counted yet, and those with a deadline of their own never are."""
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank last said of itself; times are of the machine's monotonic clock."""
+    """What a rank last reported about itself; times are those of the machine's monotonic clock."""
 
     sign: float
     """Its last sign of life."""
     left: float
-    """When it was last in no section: since then if it is in none."""
+    """When it last left all sections; if it is in none, it has been in none since then."""
     step: int = 0
-    """The last step it completed; 0 if that is not known."""
+    """The last step it completed; 0 if not known."""
     trained: bool = False
     """Whether it completed a step in this attempt (or gave a beat, if it uses no sections)."""
     sectioned: bool = False
-    """Whether it ever used sections."""
+    """Whether it has ever used sections."""
     sections: tuple[OpenSection, ...] = ()
-    """Outermost first."""
+    """The open ones, outermost first."""
     done: bool = False
-    """It said good-bye: from then on only its process is watched."""
+    """Whether it said good-bye: from then on only its process is watched."""
     exiting: bool = False
-    """It has left its loop; its process has yet to end."""
+    """Whether it has left its loop; its process has yet to end."""
 
     @property
     def section(self) -> str:
@@ -120,18 +120,18 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def progress(self) -> int:
-        """How far it is, compared with others: one that has left its loop is ahead of those that have not."""
+        """How far it has got, for comparison: one that has left its loop is ahead of those that have not."""
         return self.step + 1 if self.exiting else self.step
 
 
 class Ruling(msgspec.Struct, frozen=True):
-    """The one limit that holds, and how much of it is used up."""
+    """The one limit that applies, and how much of it is used up."""
 
     rule: str
     """initial, section, heartbeat, out_of_section or exiting."""
     section: str
     limit: float
-    """0: nothing holds."""
+    """0 if no limit applies."""
     seconds: float
 
     @property
@@ -140,7 +140,7 @@ class Ruling(msgspec.Struct, frozen=True):
 
 
 def ruling(state: RankState, limits: Limits, now: float, fresh: float = 0.0) -> Ruling:
-    """What rules a rank at `now`. Clocks count from `fresh` at the earliest."""
+    """The limit that applies to a rank at `now`. Clocks count from `fresh` at the earliest."""
     if state.done:
         return Ruling("none", "", 0.0, 0.0)
     rules = _innermost(state, limits, now, fresh)
@@ -156,7 +156,7 @@ def ruling(state: RankState, limits: Limits, now: float, fresh: float = 0.0) -> 
 
 
 def _innermost(state: RankState, limits: Limits, now: float, fresh: float) -> Ruling:
-    """What the section that a rank is in makes of it, or that it is in none."""
+    """The limit that follows from the innermost section that a rank is in, or from its being in none."""
     silent = max(0.0, now - max(state.sign, fresh))
     if not state.sections:
         if state.exiting:
@@ -175,7 +175,7 @@ def _innermost(state: RankState, limits: Limits, now: float, fresh: float) -> Ru
         return Ruling(rule, inner.name, _raised(limit, inner), silent)
     seconds = _own(inner, now, fresh)
     if inner.name == LOADING:
-        return Ruling("section", LOADING, own, seconds)  # no default: whoever gave it one means it
+        return Ruling("section", LOADING, own, seconds)  # it has no default: whoever sets a limit means it
     return Ruling(EXITING if state.exiting else "section", inner.name, _raised(own, inner), seconds)
 
 
@@ -186,7 +186,7 @@ def _own(inner: OpenSection, now: float, fresh: float) -> float:
 
 
 def _whole(sections: Sequence[OpenSection], limits: Limits, now: float, fresh: float) -> float:
-    """Seconds that count against the first of these with all that is inside it; the last is the innermost."""
+    """Seconds that count against the first of these and all that is inside it; the last is the innermost."""
     outer, *within = sections
     inside = dict(outer.inside)
     for one in within:
@@ -206,8 +206,8 @@ def _raised(limit: float, section: OpenSection) -> float:
 # --- when it is a hang --------------------------------------------------------------------------------------
 
 SETTLE = 1.0
-"""Seconds for which a rank has to be seen overdue where others are in time: what they said of themselves is
-not of the same moment."""
+"""Seconds for which a rank must be seen overdue while others are in time, because their reports about
+themselves are not from the same moment."""
 
 
 class Late(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,42 +215,43 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     step: int
-    """The last step it completed, one more after its loop; 0 if it has not completed any in this attempt."""
+    """The last step it completed, plus one after its loop; 0 if it has not completed any in this attempt."""
     limit: float
     stopped: bool = False
-    """Its process was stopped by a signal: it waits for nobody."""
+    """Whether its process was stopped by a signal: it waits for nobody."""
     told: str = ""
-    """In words."""
+    """What it is late with, in words."""
 
 
 class StillRunning(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node knows of its ranks that still run and have not said good-bye."""
+    """What one node knows about its ranks that still run and have not said good-bye."""
 
     node: str = ""
     late: list[Late] = []
     in_time: int | None = None
-    """The lowest step that one of those in time has completed; None if none is in time."""
+    """The lowest step that a rank in time has completed; None if no rank is in time."""
 
 
 def hanging(
     standings: Iterable[StillRunning], until: Mapping[int, float], now: float
 ) -> tuple[list[tuple[str, Late]], dict[int, float]]:
-    """The ranks of a whole group that hang, each with its node, and what to give as `until` the next time.
+    """The ranks of a whole group that hang, each with its node, and what to pass as `until` the next time.
 
     Whom a rank waits for is not known: it may wait in a collective, in a store, on a file. But it never waits
     for one that has completed more steps than itself, since that one has passed whatever it could wait for.
     So a late rank is excused while any rank that is not ahead of it is in time. When those have gone ahead
-    (and have not become late themselves), it has its whole limit once more, for what it could not do before,
-    and is in time as far as others wait for it. A rank whose process is stopped waits for nobody and is not
-    excused. `until` says, of each rank that was late the last time, up to when it has such time.
+    (and have not become late themselves), it gets its whole limit once more, for what it could not do before,
+    and counts as in time for those that wait for it. A rank whose process is stopped waits for nobody and is
+    not excused. `until`: for each rank that was late the last time, until when it has such time.
 
-    So no group hangs as long as somebody that the others may wait for is in time; and a group in which nobody
-    goes on is found when the last of its ranks has used up its own limit.
+    So no group counts as hung as long as some rank that the others may wait for is in time; and a group in
+    which no rank goes on is found when the last of its ranks has used up its own limit.
     """
     standings = list(standings)
     lowest = min((one.in_time for one in standings if one.in_time is not None), default=None)
     late = [(standing.node, one) for standing in standings for one in standing.late]
-    # Who may be waited for and is late now: whom others waited for has not gone ahead, but used up its time.
+    # Ranks that others may have waited for and that are late now: they have not gone ahead, but used up their
+    # time.
     failed = min((one.step for _, one in late if one.rank not in until), default=None)
     soon = now if lowest is None else now + SETTLE
     kept: dict[int, float] = {}
@@ -274,13 +275,13 @@ def hanging(
 HELLO = "hello"
 """The rule for a rank that has not said hello to its agent."""
 HELLO_FACTOR = 2.0
-"""A rank may take so many times as long to its hello as the slowest one took before."""
+"""A rank may take this many times as long to say hello as the slowest one took before."""
 
 
 def hello_limit(initial: float, longest: float) -> float:
-    """Seconds from the start of the workers to a rank's hello, where the script is known to say it.
+    """Seconds from the start of the workers to a rank's hello, if the script is known to say it. 0 means off.
 
-    `longest` is what a rank took before: a script that prepares its data for an hour does so again. 0: off.
+    `longest`: what a rank took before, because a script that prepares its data for an hour will do so again.
     """
     return max(initial, HELLO_FACTOR * longest) if initial else 0.0
 
@@ -291,7 +292,7 @@ def hello_limit(initial: float, longest: float) -> float:
 def learn(
     sections: Mapping[str, Observed], out_of_section: Observed, earlier: Learned | None = None
 ) -> Learned:
-    """Limits from what one attempt saw (the longest of its ranks), smoothed with those learned before."""
+    """Limits from what one attempt saw (the longest over its ranks), smoothed with those learned before."""
     earlier = earlier or Learned()
     found = dict(earlier.sections)
     for name, seen in sections.items():
@@ -311,7 +312,7 @@ def _smoothed(seen: Observed, earlier: float, floor: float) -> float:
 
 
 def longest_of(learned: Sequence[Learned]) -> Learned:
-    """Of what several nodes learned, the longest of each: a limit must suit the slowest."""
+    """The longest of each limit that several nodes learned: a limit must suit the slowest."""
     sections: dict[str, float] = {}
     for one in learned:
         for name, value in one.sections.items():
@@ -325,11 +326,11 @@ def longest_of(learned: Sequence[Learned]) -> Learned:
 
 
 def apply(learned: Learned, limits: Limits) -> Limits:
-    """The limits that hold with what was learned.
+    """The limits that apply, given what was learned.
 
     A limit that a person set is a bound that learning only ever lowers; one that is off stays off. A mere
-    default is replaced, up or down, by what was seen, up to the initial timeout. A section without a limit
-    gets one only where that is tighter than what rules it without.
+    default is replaced, up or down, by what was learned, up to the initial timeout. A section without a limit
+    gets one only where that is tighter than the limit that applies without it.
     """
     sections = dict(limits.sections)
     for name, value in learned.sections.items():
@@ -362,16 +363,16 @@ def _bounded(learned: float, configured: float, limits: Limits, what: str) -> fl
 
 
 class Value(msgspec.Struct, frozen=True):
-    """One timeout, and how a message names it: key, value and where it came from."""
+    """A timeout, and how a message names it: key, value and where it came from."""
 
     seconds: float
     shown: str
     given: bool = True
-    """Whether a person has set it; a default of ours that is masked hides nobody's wish."""
+    """Whether a person has set it; if a default of ours is masked, nobody's wish is."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """All timeouts that a launch has, to be judged together. None is one that is not known."""
+    """All timeouts that a launch has, to be judged together. None for one that is not known."""
 
     initial: Value
     heartbeat: Value
@@ -386,11 +387,11 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 REPORT_SLACK = 10.0
-"""Seconds beyond the stop grace for which the leading agent waits for the others' reports."""
+"""How many seconds beyond the stop grace the leading agent waits for the others' reports."""
 
 
 def contradictions(all_of: Timeouts) -> list[str]:
-    """Pairs in which one timeout would hide the other, with the order that is right. [] if all is well."""
+    """Pairs in which one timeout would hide the other, with the right order. [] if all is well."""
     found: list[str] = []
     step = all_of.sections.get(STEP)
     for other in (step, all_of.heartbeat):
@@ -434,7 +435,7 @@ def contradictions(all_of: Timeouts) -> list[str]:
 
 
 def hides(shorter: Value, longer: Value, *, ties: bool = True) -> bool:
-    """Whether `shorter` would fire first although it should not; either being off hides nothing."""
+    """Whether `shorter` would fire first although it should not; if either is off, nothing is hidden."""
     if not shorter.seconds or not longer.seconds:
         return False
     return shorter.seconds < longer.seconds or (ties and shorter.seconds == longer.seconds)

@@ -1,13 +1,14 @@
-"""Whether a run goes on from where its checkpoint was taken: windows of values in, reasons out. Pure.
+"""Whether a run continues from where its checkpoint was taken: windows of values in, reasons out. Pure.
 
-What is looked for is a shift of the level, not a spike. A window tells three things of itself: its level (the
-median of its last values), its noise (from the differences between neighbours, which a trend does not touch),
-and how far its level rose or fell by itself while it was recorded. A value counts as far off if it is beyond
-all three and a floor; three of the last five must be, on the bad side. So one honest spike says nothing, nor
-does noise with heavy tails, a trend, or a swing that the window has seen before. In doubt nothing is said.
+It looks for a shift of the level, not for a spike. A window shows three things: its level (the median of its
+last values), its noise (from the differences between neighbours, which a trend does not affect), and how far
+its level rose or fell by itself while it was recorded. A value counts as far off if it is beyond all three
+and a floor; three of the last five must be far off, on the bad side. So a single honest spike proves nothing,
+nor does noise with heavy tails, a trend, or a swing that the window has seen before. In doubt nothing is
+reported.
 
 A loss is compared as it is, a gradient norm by its logarithm. NaN is not judged here: a step that is not
-finite is rejected as such, and is a gap in these series.
+finite is rejected for that, and is a gap in these series.
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ from typing import NamedTuple
 import msgspec
 
 ENOUGH = 8
-"""Values without which a window says nothing."""
+"""How many values a window needs to say anything."""
 LOOK_BACK = 5
 FAR_OFF = 3
-"""So many of the last LOOK_BACK steps must be far off."""
+"""How many of the last LOOK_BACK steps must be far off."""
 BLOCK = 8
-"""Values whose median is a level."""
+"""How many values a level is the median of."""
 NOISES = 3.6
-"""How many noises off the level are not noise any more, for a long window."""
+"""A value this many times the noise away from the level is no longer noise, for a long window."""
 SPREADS = 3.0
-"""The same for the spread around the window's straight trend, which is more than noise if values wander."""
+"""The same for the spread around the window's straight trend, which exceeds the noise if values wander."""
 STRAYS = 1.2
-"""How many times as far as single values strayed in the window is not a stray value any more."""
+"""A value this many times as far away as single values strayed in the window is no longer a stray value."""
 SWINGS = 1.2
-"""How many times the window's own largest swing is not that swing again."""
+"""A swing this many times as large as the window's largest is no longer that swing again."""
 LOSS_FLOOR = 0.1
-"""Least shift of a loss, as a part of its size."""
+"""The least shift of a loss, as a share of its size."""
 NORM_HIGHER = math.log(4)
 NORM_LOWER = math.log(100)
-"""Least shifts of a gradient norm: four times as large, a hundredth."""
+"""The least shifts of a gradient norm: four times as large, and a hundredth."""
 IN_DOUBT = 0.5
-"""What comes this close to the thresholds in a trial does not condemn another."""
+"""A trial that comes this close to the thresholds itself does not condemn another checkpoint."""
 SLOW = 2.0
-"""A median step time so many times that of the window is low throughput."""
+"""A median step time this many times that of the window is low throughput."""
 SLOWER_NODE = 0.7
-"""A node below this part of the others' speed is the slower one."""
+"""A node below this share of the others' speed is the slower one."""
 _SMALLEST = 1e-30
 
 
@@ -58,7 +59,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def discontinuities(before: Series, since: Series, first: int, *, strictness: float = 1.0) -> list[str]:
-    """Why `since`, which begins with step `first`, does not go on from `before`; in doubt nothing."""
+    """Why `since`, which begins with step `first`, does not continue `before`; in doubt, nothing."""
     norms, now = _logs(before.grad_norm), _logs(since.grad_norm, least=_SMALLEST)
     found = [
         _shift("loss", before.loss, since.loss, first, strictness, logarithmic=False),
@@ -68,7 +69,7 @@ def discontinuities(before: Series, since: Series, first: int, *, strictness: fl
 
 
 def mismatches(found: Mapping[str, int], expected: Mapping[str, int]) -> list[str]:
-    """Counters of the state that was loaded against those of its manifest, where both have them."""
+    """Where the counters of the loaded state differ from those of its manifest, if both have them."""
     return [
         f"the state that was loaded says {name} {found[name]}, its manifest {wanted}"
         for name, wanted in expected.items()
@@ -77,7 +78,7 @@ def mismatches(found: Mapping[str, int], expected: Mapping[str, int]) -> list[st
 
 
 def slowdown(before: Sequence[float], since: Sequence[float]) -> tuple[float, float] | None:
-    """(median step time now, before) if it is much longer now. The first step is left out: it warms up."""
+    """(median step time now, before) if it is much longer now. The first step is left out as a warm-up."""
     if len(before) < ENOUGH or len(since) < FAR_OFF + 1:
         return None
     now, then = statistics.median(since[1:]), statistics.median(before)
@@ -87,7 +88,7 @@ def slowdown(before: Sequence[float], since: Sequence[float]) -> tuple[float, fl
 def slower_node(speeds: Mapping[str, Sequence[float]]) -> str:
     """The one node whose ranks are clearly slower than those of all others; empty if there is none.
 
-    A speed is relative: 1 is what a rank does when it is well. A rank is as slow as its node's slowest.
+    Speeds are relative: 1 is that of a healthy rank. A node is as slow as its slowest rank.
     """
     worst = {node: min(values) for node, values in speeds.items() if values}
     if len(worst) < 2:
@@ -126,9 +127,9 @@ def _shift(
     return ""
 
 
-@functools.lru_cache(maxsize=16)  # a window is asked about at every step of a probation
+@functools.lru_cache(maxsize=16)  # the same window is used at every step of a probation
 def _bounds(window: tuple[float, ...], strictness: float, *, logarithmic: bool) -> _Bounds:
-    """Between which values a series is as this window was; a lower loss is never bad."""
+    """The bounds between which a series looks as this window did; a lower loss is never bad."""
     level = statistics.median(window[-BLOCK:])
     stretch = strictness * (1 + 3 * ENOUGH / len(window))  # few values say less
     floor = NORM_HIGHER if logarithmic else LOSS_FLOOR * statistics.median(map(abs, window))
@@ -140,7 +141,7 @@ def _bounds(window: tuple[float, ...], strictness: float, *, logarithmic: bool) 
 
 
 def _reach(window: Sequence[float]) -> float:
-    """How far above its level the window could come by itself."""
+    """How far above its level the window could get by itself."""
     noise = _noise(window)
     single = max(NOISES * noise, SPREADS * _spread(window), STRAYS * _stray(window))
     return single + SWINGS * max(0.0, _rise(window) - noise)  # levels differ by noise alone, too
@@ -163,7 +164,7 @@ def _spread(window: Sequence[float]) -> float:
 
 
 def _stray(window: Sequence[float]) -> float:
-    """How far the second farthest single value was above the level around it."""
+    """How far the second-farthest single value was above the level around it."""
     half = BLOCK // 2
     off = [
         value - statistics.median(window[max(0, at - half) : at + half + 1])
@@ -196,7 +197,7 @@ def _shown(value: float, logarithmic: bool) -> str:
 
 
 def _logs(values: Sequence[float | None], least: float = 0.0) -> list[float | None]:
-    """Logarithms; of a value that has none: that of `least`, or a gap."""
+    """Logarithms; for a value that has none, that of `least`, or a gap."""
     found: list[float | None] = []
     for value in values:
         if value is None or not math.isfinite(value):

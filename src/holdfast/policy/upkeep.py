@@ -7,9 +7,9 @@ cheaper or failures more frequent. Every choice says what it rests on.
 The model: failures come at a constant rate, one in `M` seconds. Training is done in segments of `t` seconds,
 each followed by a save that blocks for `d`; a failure anywhere in a segment costs the segment and a restart
 `R`. Then a segment takes `M · exp(R/M) · (exp((t+d)/M) - 1)` seconds on average (Daly 2006), and the share of
-all time that is not training done for good is one minus `t` over that. A save that goes on in the
-background for `L` seconds protects nothing until it is committed, so a failure then costs `L` more: it adds
-to `R`. Neither changes which `t` is best, only what it costs.
+all time that does not go into lasting training is one minus `t` over that. A save that continues in the
+background for `L` seconds protects nothing until it is committed, so a failure during it costs `L` more,
+which adds to `R`. Neither changes which `t` is best, only what it costs.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from holdfast.base import duration, plural, size
 AUTO = "auto"
 
 DEFAULT_MTBF = 24 * 3600.0
-"""What is assumed of a run about which nothing is known: one failure a day."""
+"""What is assumed about a run of which nothing is known: one failure a day."""
 BELIEVED = 3
-"""Failures from which on the observed mean counts alone. With three, the interval is off by some 30 %, which
-costs 4 % of a small overhead; with fewer it could be off by a factor."""
+"""How many failures it takes for the observed mean alone to count. With three, the interval is off by some
+30 %, which costs 4 % of a small overhead; with fewer it could be off by a factor."""
 DEFAULT_RESTART = 120.0
-"""Seconds from a failure to the first step after it, where none was seen. It does not move the optimum."""
+"""Seconds from a failure to the first step after it, if none was seen. It does not move the optimum."""
 PROBE_STEPS = 10
-"""Steps before the first save of a run of which nothing was measured."""
+"""Steps before the first save of a run in which nothing has been measured."""
 GROWTH = 4
-"""An interval grows at most this much from one save to the next, so that one odd measurement does not leave a
-run unprotected for long."""
+"""An interval grows at most by this factor from one save to the next, so that one odd measurement does not
+leave a run unprotected for long."""
 LONGEST_INTERVAL = 12 * 3600.0
 BLOCKED_SHARE = 0.05
 NOTABLE_CHANGE = 0.1
 """A change of the interval smaller than this is not worth a journal entry."""
 
 _SHORTEST_STEP, _SHORTEST, _LONGEST = 1e-6, 1e-12, 1e12
-"""Seconds beyond which a cost is taken as this much; keeps every result finite, and steps within 64 bits."""
+"""Seconds that every cost is kept between, so that results stay finite, and steps within 64 bits."""
 
 _MANY_STEPS = 1000
 
@@ -52,16 +52,16 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """What the choice rests on, in seconds."""
 
     step: float
-    """One step of training, without saving."""
+    """The time of one training step, without saving."""
     blocked: float
-    """For which a save holds training up."""
+    """How long a save holds up training."""
     commit: float
     """From the call of a save to its commit."""
     mtbf: float = DEFAULT_MTBF
     restart: float = DEFAULT_RESTART
 
     def sane(self) -> Costs:
-        """The same, within what can be computed with; a save is committed no earlier than it lets go."""
+        """The same, within computable bounds; a save is never committed before it stops blocking."""
         blocked = _sane(self.blocked)
         return Costs(
             step=max(_SHORTEST_STEP, _sane(self.step)),
@@ -73,7 +73,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mtbf(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean time between failures, and how it is known."""
+    """The mean time between failures, and how it is known."""
 
     seconds: float
     source: str
@@ -85,7 +85,7 @@ class Cadence(msgspec.Struct, frozen=True, kw_only=True):
     interval_steps: int
     interval_seconds: float
     expected_overhead: float
-    """Share of all time that goes into saves, lost work and restarts; at least 0 and below or at 1."""
+    """The share of all time that goes into saves, lost work and restarts; from 0 to 1."""
     mtbf: float
     young: float
     """Seconds between saves by each of the three formulas, before any bound."""
@@ -93,7 +93,7 @@ class Cadence(msgspec.Struct, frozen=True, kw_only=True):
     optimal: float
     evidence: list[str] = []
     warnings: list[str] = []
-    """Of the interval that is aimed at, also while `at_most` keeps it shorter."""
+    """About the interval that is aimed at, even while `at_most` keeps it shorter."""
 
 
 def _sane(seconds: float) -> float:
@@ -101,7 +101,7 @@ def _sane(seconds: float) -> float:
 
 
 def mtbf_of(running_seconds: float, failures: int, given: float = 0.0) -> Mtbf:
-    """The MTBF to plan with: the given one, or the observed one, or what lies between that and a guess."""
+    """The MTBF to plan with: the given one, or the observed one, or a value between that and a guess."""
     if given > 0:
         return Mtbf(seconds=given, source="given")
     if failures >= BELIEVED:
@@ -132,10 +132,10 @@ def daly(blocked: float, mtbf: float) -> float:
 
 
 def optimal(costs: Costs) -> float:
-    """Seconds of training between saves for which `overhead` is least, without bounds.
+    """The seconds of training between saves for which `overhead` is least, before any bounds.
 
-    Golden section over the logarithm of the interval: the overhead falls, then rises, and is least below
-    the MTBF.
+    A golden-section search over the logarithm of the interval: the overhead falls, then rises, and is least
+    below the MTBF.
     """
     costs = costs.sane()
     cost = _cost_function(costs)
@@ -156,19 +156,19 @@ def optimal(costs: Costs) -> float:
 
 
 def overhead(seconds: float, costs: Costs) -> float:
-    """Share of all time lost when `seconds` of training lie between saves; from 0 to 1."""
+    """The share of all time that is lost with `seconds` of training between saves; from 0 to 1."""
     return -math.expm1(-_log_stretch(_sane(seconds), costs.sane()))
 
 
 def _log_stretch(seconds: float, costs: Costs) -> float:
-    """Logarithm of how much longer everything takes; as a sum of positive parts, so that small ones count."""
+    """Logarithm of how much longer everything takes, as a sum of positive parts so that small ones count."""
     segment = (seconds + costs.blocked) / costs.mtbf
     extra = (costs.restart + costs.commit - costs.blocked) / costs.mtbf
     return extra + _log_growth(segment) + math.log1p(costs.blocked / seconds)
 
 
 def _log_stretch_of_long_saves(seconds: float, costs: Costs) -> float:
-    """The same less a constant that would drown it where a save takes longer than the MTBF."""
+    """The same, less a constant that would drown it where a save takes longer than the MTBF."""
     share = seconds / costs.mtbf
     return share - math.log(share) + math.log(-math.expm1(-share - costs.blocked / costs.mtbf))
 
@@ -180,8 +180,8 @@ def _cost_function(costs: Costs) -> Callable[[float, Costs], float]:
 def _whole_steps(best: float, costs: Costs) -> int:
     """The better of the two whole numbers of steps around the best interval.
 
-    The cost is not symmetric around its least, so rounding can take the wrong one where an interval is a few
-    steps; where it is many, the two differ by less than can be computed, and rounding decides.
+    The cost is not symmetric around its minimum, so rounding can pick the wrong one when an interval is only
+    a few steps; when it is many, the two differ by less than can be computed, and rounding decides.
     """
     below = math.floor(best / costs.step)
     if below < 1:
@@ -200,7 +200,7 @@ def _log_growth(x: float) -> float:
 
 
 def bounds(costs: Costs) -> tuple[int, int]:
-    """Steps: at least those that a save takes, and 1; at most half the MTBF and half a day."""
+    """In steps: at least as long as a save takes, and 1; at most half the MTBF and half a day."""
     costs = costs.sane()
     lowest = max(1, math.ceil(costs.commit / costs.step * (1 - 1e-12)))
     highest = math.floor(min(costs.mtbf / 2, LONGEST_INTERVAL) / costs.step)
@@ -250,7 +250,7 @@ def choose_interval(costs: Costs, mtbf_source: str = "given", *, at_most: int | 
 
 
 def concerns(steps: int, costs: Costs) -> dict[str, str]:
-    """What is wrong with saving every so many steps, whoever chose that: a word for each, and the text."""
+    """What is wrong with saving every `steps` steps, whoever chose that: a keyword and a text for each."""
     costs = costs.sane()
     seconds = steps * costs.step
     every = f"the interval of {plural(steps, 'step')} ({duration(seconds)})"
@@ -260,38 +260,38 @@ def concerns(steps: int, costs: Costs) -> dict[str, str]:
             f"{every} is not shorter than the MTBF of {duration(costs.mtbf)}: more often than not a failure "
             "comes before the next save. Lower checkpoint.interval, or set it to 'auto'"
         )
-    if costs.commit - costs.blocked > seconds * (1 + 1e-9):  # while it blocks, the next does not come nearer
+    if costs.commit - costs.blocked > seconds * (1 + 1e-9):  # while it blocks, the next comes no nearer
         found["slow"] = (
             f"a save takes {duration(costs.commit)}, longer than {every}: the next is due before it is "
             "committed. Raise checkpoint.interval, or use faster storage"
         )
     if costs.blocked > BLOCKED_SHARE * (seconds + costs.blocked):
         found["blocking"] = (
-            f"saving holds training up: a usual save for {duration(costs.blocked)}, at {every}. "
+            f"saving holds training up: typically for {duration(costs.blocked)}, at {every}. "
             "Make saves cheaper, or raise checkpoint.interval"
         )
     return found
 
 
-# Which checkpoints are kept, and why each one.
+# Which checkpoints are kept, and why.
 #
 # Guarantee: pure, and careful. Whatever the rules say, these are never chosen for deletion: the newest
-# checkpoint on the line, the newest proven and the newest verified one, what the attempt came from and its
-# parent, a suspect one (it is under investigation), one that is damaged or cannot be read (it is evidence),
-# and one that this run did not save. At least two sound ones on the line stay. Deciding again after the
-# deletions deletes nothing more.
+# checkpoint on the line, the newest proven and the newest verified one, the one that the attempt came from
+# and its parent, a suspect one (it is under investigation), one that is damaged or cannot be read (it is
+# evidence), and one that this run did not save. At least two sound ones on the line stay. Deciding again
+# after the deletions deletes nothing more.
 #
-# Nothing whose bytes were read back and found right is deleted while everything newer is not: the newest such
-# one on the line stays. While read-backs go on, one that could be deleted waits until a newer one is known to
-# be right; but not without end: at most twice as many as asked for are kept for want of that, because a full
-# disk would end the run.
+# A checkpoint whose bytes were read back and found right is not deleted while no newer one was: the newest
+# such one on the line stays. While read-backs go on, one that could be deleted waits until a newer one is
+# known to be right; but not for ever: at most twice as many as asked for are kept for lack of that, because a
+# full disk would end the run.
 #
 # Only checkpoints that a resume could use count: on the line, of sound structure, neither suspect nor
-# condemned. A damaged newer one therefore never pushes out a sound older one.
+# condemned. So a damaged newer one never pushes out a sound older one.
 
 
 LEAST = 2
-"""One may turn out to be bad."""
+"""How many to keep at least, because one may turn out to be bad."""
 
 PROVEN = "proven"
 TRUSTED = frozenset({"verified", PROVEN, "acquitted"})
@@ -301,14 +301,14 @@ SUSPECT, CONDEMNED, ABANDONED = "suspect", "condemned", "abandoned"
 
 
 class Condition(StrEnum):
-    """What a look at its files says of a checkpoint."""
+    """What a look at its files says about a checkpoint."""
 
     SOUND = "sound"
     BROKEN = "broken"
     UNREADABLE = "unreadable"
     """The file system refused, or a newer release wrote it: nothing is known."""
     FOREIGN = "foreign"
-    """Not what this run recorded under that name."""
+    """It is not what this run recorded under that name."""
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,9 +324,9 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     pinned: str = ""
     """Why the run still needs it, if it does: it is the head, or the head's parent."""
     problem: str = ""
-    """What is wrong, unless it is sound."""
+    """What is wrong with it, unless it is sound."""
     read_back: bool = False
-    """After its commit all of its bytes were read from the storage, and were those that were saved."""
+    """Whether all of its bytes were read from storage after its commit, and were those that were saved."""
 
     @property
     def is_verified(self) -> bool:
@@ -343,13 +343,13 @@ class RetentionRules(msgspec.Struct, frozen=True, kw_only=True):
     """How much to keep."""
 
     keep_last: int = 0
-    """0 keeps everything; at least LEAST are kept in any case."""
+    """How many of the last to keep; 0 keeps everything, and at least LEAST are kept in any case."""
     keep_every_steps: int = 0
     keep_every_hours: float = 0.0
     broken: bool = False
-    """Delete damaged ones too; only a person asks for that."""
+    """Whether to delete damaged ones too; only a person asks for that."""
     await_read_back: bool = False
-    """Checkpoints are being read back: what is older waits for that, within bounds."""
+    """Whether checkpoints are being read back: then older ones wait for that, within bounds."""
 
 
 class RetentionRuling(msgspec.Struct, frozen=True):
@@ -359,7 +359,7 @@ class RetentionRuling(msgspec.Struct, frozen=True):
 
 
 def retain(candidates: Iterable[Stored], rules: RetentionRules) -> list[RetentionRuling]:
-    """One verdict a checkpoint, newest step first."""
+    """One verdict per checkpoint, newest step first."""
     every = sorted(candidates, key=lambda c: (c.step, c.id), reverse=True)
     line = [candidate for candidate in every if candidate.counts]
     last = max(LEAST, rules.keep_last)
@@ -402,13 +402,13 @@ def _judge(
 
 
 def _judge_unusable(candidate: Stored, newer: Sequence[Stored], last: int) -> tuple[bool, str]:
-    """Sound, and yet no resume would take it: it goes as soon as the run is well past it."""
+    """It is sound, and yet no resume would use it: it goes as soon as the run is well past it."""
     if candidate.standing == CONDEMNED:
         why = "condemned"
     elif not candidate.on_line or candidate.standing == ABANDONED:
         why = "abandoned"
     else:
-        return True, f"of a standing that is not known here: {candidate.standing}"
+        return True, f"its standing is not known here: {candidate.standing}"
     if len(newer) < last:
         return True, f"{why}, but only {len(newer)} of {last} newer sound ones are on the line"
     if candidate.read_back and candidate.standing != CONDEMNED and not any(one.is_verified for one in newer):
@@ -417,7 +417,7 @@ def _judge_unusable(candidate: Stored, newer: Sequence[Stored], last: int) -> tu
 
 
 def _chosen(line: Sequence[Stored], rules: RetentionRules, last: int) -> dict[str, str]:
-    """Why each one of the line (newest first) that the rules keep is kept; the first reason counts."""
+    """Why each checkpoint of the line (newest first) that the rules keep is kept; the first reason counts."""
     reasons: dict[str, str] = {}
     for place, candidate in enumerate(line[:last], start=1):
         reasons[candidate.id] = f"one of the last {last}" if place > 1 else "the newest on the line"
@@ -439,7 +439,7 @@ def _chosen(line: Sequence[Stored], rules: RetentionRules, last: int) -> dict[st
 
 
 def _first_of_each(marked: Iterable[tuple[Hashable, Stored]]) -> list[Stored]:
-    """Of each mark the candidate with the lowest step: later saves never take its place."""
+    """For each mark the candidate with the lowest step, so that later saves never take its place."""
     first: dict[Hashable, Stored] = {}
     for mark, candidate in marked:
         if mark not in first or candidate.step < first[mark].step:
@@ -447,16 +447,16 @@ def _first_of_each(marked: Iterable[tuple[Hashable, Stored]]) -> list[Stored]:
     return list(first.values())
 
 
-# Which way a snapshot is taken from a device: clone, overlap or block. Pure.
+# How a snapshot is taken from a device: by clone, overlap or block. Pure.
 #
 # Guarantee: the same inputs give the same choice, and every choice says what it rests on. `clone` is chosen
 # only where the device keeps a reserve beside the clone, `overlap` only where something is known to wait for
-# it and no snapshot taken so was ever torn. What is asked for by name is obeyed unless it cannot be;
+# it and no snapshot taken that way was ever torn. What is asked for by name is done unless it cannot be;
 # `warning` then says so.
 #
 # clone    everything is copied within the device, then to the host while training goes on. Costs memory.
 # overlap  what torch optimizers own is copied to the host during the next forward and backward; their steps
-#          wait for it on the device. Costs time only where the copy outlasts forward and backward.
+#          wait for it on the device. Costs time only if the copy outlasts forward and backward.
 # block    training waits for the copy to the host. Always possible.
 
 
@@ -464,25 +464,25 @@ Way = Literal["clone", "overlap", "block"]
 Setting = Literal["auto", "clone", "overlap", "block"]
 
 COPY_BYTES_PER_SECOND = 50e9
-"""What a page-locked copy over PCIe 5 reaches; used until one was measured."""
+"""The speed of a page-locked copy over PCIe 5; used until one has been measured."""
 CLONE_SLACK = 1.05
 """A clone takes this many times the bytes it copies: tensors are aligned, and allocations are rounded up."""
 RESERVE_SHARE = 0.02
 LEAST_RESERVE = 512 * 1024**2
-"""What is left of a device's memory beside a clone: the larger of this share of it and this many bytes."""
+"""How much device memory a clone must leave: the larger of this share of it and this many bytes."""
 OUTLASTS = 1.2
-"""A step must be this many times as long as the copy before the copy is hidden behind it."""
+"""A step must be this many times as long as the copy for the copy to be hidden behind it."""
 ENOUGH_OWNED = 0.8
-"""The share of a snapshot's bytes that torch optimizers must own before overlapping is worth while."""
+"""The share of a snapshot's bytes that torch optimizers must own for overlapping to be worthwhile."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A way, with what it rests on."""
+    """A way to take a snapshot, with what the choice rests on."""
 
     way: Way
     evidence: list[str]
     warning: str = ""
-    """Why a way that was asked for by name is not taken, or what it will cost; empty where neither is so."""
+    """Why a way that was asked for by name is not taken, or what it will cost; empty if neither applies."""
 
 
 def reserve(device_bytes: int) -> int:
@@ -491,17 +491,17 @@ def reserve(device_bytes: int) -> int:
 
 
 def clone_bytes(needed_bytes: int, device_bytes: int) -> int:
-    """The free bytes from which on a clone is taken."""
+    """How many bytes must be free for a clone to be taken."""
     return math.ceil(max(0, needed_bytes) * CLONE_SLACK) + reserve(device_bytes)
 
 
 def owned_enough(owned_bytes: int, needed_bytes: int) -> bool:
-    """Whether torch optimizers own so much of a snapshot that overlapping it is worth while."""
+    """Whether torch optimizers own enough of a snapshot for overlapping it to be worthwhile."""
     return owned_bytes > 0 and owned_bytes >= ENOUGH_OWNED * needed_bytes
 
 
 def estimated_copy(needed_bytes: int) -> float:
-    """Seconds that the copy to the host will take, where none was measured yet."""
+    """How many seconds the copy to the host will take, if none has been measured yet."""
     return max(0, needed_bytes) / COPY_BYTES_PER_SECOND
 
 
@@ -518,10 +518,10 @@ def choose_snapshot(
 ) -> Choice:
     """The way to take the next snapshot.
 
-    `free_bytes` is what could be allocated on the device (its caching allocator's unused memory included),
-    `needed_bytes` what the snapshot holds on it; with several devices, those of the tightest one.
-    `copy_seconds` is the last measured copy to the host and `step_seconds` the median step, None if unknown.
-    `has_owned`: see `owned_enough`. `torn_before`: an overlapped snapshot was changed under the copy.
+    `free_bytes`: what could be allocated on the device (including its caching allocator's unused memory);
+    `needed_bytes`: what the snapshot holds on it; with several devices, those of the tightest one.
+    `copy_seconds`: the last measured copy to the host; `step_seconds`: the median step; None if unknown.
+    `has_owned`: see `owned_enough`. `torn_before`: an overlapped snapshot was changed during its copy.
     """
     room, room_why = _room(free_bytes, needed_bytes, device_bytes)
     usable, usable_why = _usable(has_owned, torn_before)
@@ -534,7 +534,7 @@ def choose_snapshot(
             return Choice(
                 way="block",
                 evidence=["overlap was asked for", *usable_why],
-                warning=f"overlap was asked for and cannot be: {'; '.join(usable_why)}; blocking instead",
+                warning=f"overlap was asked for, but cannot be: {'; '.join(usable_why)}; blocking instead",
             )
         cost = "" if hidden else f"overlap was asked for, and steps may wait for the copy: {hidden_why}"
         return Choice(
@@ -545,10 +545,11 @@ def choose_snapshot(
         return Choice(way="clone", evidence=[*asked, room_why])
 
     way: Way = "overlap" if usable and hidden else "block"
+    refused = f"clone was asked for, but does not fit: {room_why}; {way} instead"
     return Choice(
         way=way,
         evidence=[room_why, *usable_why, *([hidden_why] if usable else [])],
-        warning=f"clone was asked for and cannot be: {room_why}; {way} instead" if setting == "clone" else "",
+        warning=refused if setting == "clone" else "",
     )
 
 
@@ -558,10 +559,10 @@ def _known(seconds: float | None) -> bool:
 
 def _room(free_bytes: int, needed_bytes: int, device_bytes: int) -> tuple[bool, str]:
     wanted = clone_bytes(needed_bytes, device_bytes)
-    told, free = f"a clone needs {size(wanted)} with its reserve", size(max(0, free_bytes))
+    need, free = f"a clone needs {size(wanted)} with its reserve", size(max(0, free_bytes))
     if free_bytes >= wanted:
-        return True, f"{told}, {free} are free on the device"
-    return False, f"{told}, only {free} are free on the device"
+        return True, f"{need}, {free} are free on the device"
+    return False, f"{need}, only {free} are free on the device"
 
 
 def _usable(has_owned: bool, torn_before: bool) -> tuple[bool, list[str]]:
@@ -573,26 +574,26 @@ def _usable(has_owned: bool, torn_before: bool) -> tuple[bool, list[str]]:
 
 
 def _hides(copy: float | None, step: float | None, estimate: float) -> tuple[bool, str]:
-    """Whether a step outlasts the copy (by `estimate` where none was measured), and what that rests on."""
+    """Whether a step outlasts the copy (`estimate` if none was measured), and what that rests on."""
     measured = copy if _known(copy) else None
     seconds = estimate if measured is None else measured
-    told = f"the copy takes {duration(seconds)} ({'estimated' if measured is None else 'measured'})"
+    takes = f"the copy takes {duration(seconds)} ({'estimated' if measured is None else 'measured'})"
     if step is None or not _known(step):
-        return False, f"{told}, how long a step takes is not known yet"
+        return False, f"{takes}, how long a step takes is not known yet"
     if step >= OUTLASTS * seconds:
-        return True, f"{told}, a step {duration(step)}: at least {OUTLASTS} times as long"
-    return False, f"{told}, a step only {duration(step)}: less than {OUTLASTS} times as long"
+        return True, f"{takes}, a step {duration(step)}: at least {OUTLASTS} times as long"
+    return False, f"{takes}, a step only {duration(step)}: less than {OUTLASTS} times as long"
 
 
-# When storage is so slow that whoever runs on it should know. Pure.
+# When storage is so slow that its users should know. Pure.
 
 
 PATIENCE = 3.0
-"""Seconds that any save may take: small writes and commits on a file system that many nodes share."""
+"""Seconds that any save may take, for small writes and commits on a file system that many nodes share."""
 RATE = 50 * 2**20
-"""Bytes a second, of all ranks together, that one disk of a desktop computer surpasses."""
+"""Bytes a second, over all ranks together: a single disk of a desktop computer is faster."""
 
 
 def is_slow(stored: int, seconds: float) -> bool:
-    """Whether writing and committing so many bytes took longer than usable storage takes."""
+    """Whether writing and committing that many bytes took longer than usable storage needs."""
     return seconds > PATIENCE + stored / RATE

@@ -1,14 +1,14 @@
 """What a rejected step turned out to be: what is open, what a replay says, what to do about it. Pure.
 
 Guarantee: a device is found guilty only if the fault followed it from one rank to another. A checkpoint
-becomes suspect only inside its probation, by results that are no numbers or that do not go on from where it
-was, and only if that was seen before: from it, or in the very process that saved it. There must be a rung
-below it, and nothing else becomes suspect but what was saved from it. What it was saved from itself, and a
-rung that fails once in a trial, is passed over and not blamed.
+becomes suspect only inside its probation, because of results that are not numbers or that do not continue
+from where it was, and only if that was seen before: from it, or in the very process that saved it. There must
+be a rung below it, and nothing else becomes suspect except what was saved from it. The checkpoint that it was
+itself saved from, and a rung that fails once in a trial, are passed over and not blamed.
 What is suspect is acquitted as soon as a lower rung fails at the same step. At most `MAX_LOWER_RUNGS` rungs
-are left behind for one incident. A finite result, however large, speaks against no checkpoint. What nothing
-but the work is to blame for is settled, once and for all attempts: a finite step is accepted, a shift of the
-level too, and a step that is not finite is left to the user's `nan_policy`. Each judgement says what it rests
+are left behind for one incident. A finite result, however large, is never evidence against a checkpoint. What
+only the work is to blame for is settled once, for all attempts: a finite step is accepted, and so is a shift
+of the level; a step that is not finite is left to the user's `nan_policy`. Each judgement says what it rests
 on.
 """
 
@@ -47,21 +47,21 @@ from holdfast.policy.results import (
 from holdfast.policy.signs import Action
 from holdfast.policy.trial import LOOK_BACK
 
-# Where the ranks of an attempt ran and where in the run it was, as far as records tell. Pure.
+# Where the ranks of an attempt ran, and how far the run had got, as far as records tell. Pure.
 
 
 _PLACED = re.compile(r"(.*)\[(.*)\]")
 
 
 def bad_places(attempt: PastAttempt) -> dict[int, Place]:
-    """Where the ranks ran whose own results were bad."""
+    """Where the ranks with bad results of their own ran."""
     places = places_of(attempt)
     found = attempt.rejection.bad if attempt.rejection is not None else []
     return {one.rank: places.get(one.rank, Place(one.node, one.device)) for one in found}
 
 
 def places_of(attempt: PastAttempt) -> Mapping[int, Place]:
-    """Where each rank ran: as the launcher placed it, or as the rank itself tells."""
+    """Where each rank ran: as the launcher placed it, or as the rank itself says."""
     found: dict[int, Place] = {}
     placed = attempt.placement.split()
     for text in placed:
@@ -69,17 +69,18 @@ def places_of(attempt: PastAttempt) -> Mapping[int, Place]:
         each = max(1, attempt.world_size // len(placed))
         devices = match[2].split(",") if match else [""] * each
         found.update(enumerate((Place(match[1] if match else text, one) for one in devices), len(found)))
-    told = attempt.rejection.ranks if attempt.rejection is not None else []
-    found.update({one.rank: Place(one.node, one.device) for one in told if one.node})
+    results = attempt.rejection.ranks if attempt.rejection is not None else []
+    found.update({one.rank: Place(one.node, one.device) for one in results if one.node})
     return found
 
 
 def guilty_places(
     then: Mapping[int, Place], bad: Mapping[int, Place], now: Mapping[int, Place]
 ) -> tuple[set[int], set[Place]]:
-    """The ranks that were bad there and are well elsewhere, and the places which the fault therefore follows.
+    """The ranks that were bad in one place and are well in another, and the places that the fault therefore
+    follows.
 
-    `then` and `bad`: where ranks ran whose results were bad, before and now; `now`: where each rank runs.
+    `then` and `bad`: where the ranks with bad results ran, before and now; `now`: where each rank runs.
     """
     well = {rank for rank, place in then.items() if rank not in bad and now.get(rank, place) != place}
     guilty = {place for place in bad.values() if place in {then[one] for one in well}}
@@ -98,15 +99,15 @@ def list_ranks(ranks: Iterable[int]) -> str:
 
 
 def step_of(checkpoint: str) -> int:
-    """The step that a checkpoint's name tells; 0 if it tells none."""
+    """The step in a checkpoint's name; 0 if there is none."""
     found = re.search(r"\d+", checkpoint)
     return int(found[0]) if found else 0
 
 
-# What earlier rejections have left open, read from the run's history. Pure.
+# What earlier rejections have left open, as read from the run's history. Pure.
 #
-# Nothing of it is kept in the memory of a process: an attempt that ends for another reason, a leader that
-# dies and a new launch of the same run all find it again.
+# None of it is kept in the memory of a process, so it is found again after an attempt that ended for another
+# reason, after the death of a leader, and in a new launch of the same run.
 
 
 DEVICE, REPRODUCIBLE = "device", "reproducible"
@@ -114,26 +115,26 @@ DEVICE, REPRODUCIBLE = "device", "reproducible"
 
 
 def open_trial(attempts: Iterable[PastAttempt]) -> Trial | None:
-    """Checkpoints that became suspect and are neither acquitted nor, as far as this tells, condemned.
+    """Checkpoints that became suspect and are neither acquitted nor, as far as the history tells, condemned.
 
-    Ranks condemn them, and operators may acquit them: who knows their standing leaves out what is suspect no
-    more.
+    Ranks condemn them, and operators may acquit them: a caller that knows their standing must leave out those
+    that are no longer suspect.
     """
     suspects: set[str] = set()
     until = 0
     for attempt in _in_order(attempts):
         if attempt.decided.suspect:
             suspects |= set(attempt.decided.suspect)
-            told = attempt.decided.trial.until if attempt.decided.trial is not None else 0
+            ordered = attempt.decided.trial.until if attempt.decided.trial is not None else 0
             rejected = attempt.rejection.step if attempt.rejection is not None else 0
-            until = max(until, told or rejected)
+            until = max(until, ordered or rejected)
         suspects -= set(attempt.decided.acquit)
         until = until if suspects else 0
     return Trial(suspects=sorted(suspects), until=until) if suspects else None
 
 
 def open_rerun(attempts: Iterable[PastAttempt]) -> Rerun | None:
-    """The step that an attempt was to repeat, as long as none is known to have got past it."""
+    """The step that an attempt was meant to repeat, as long as no attempt is known to have got past it."""
     found: Rerun | None = None
     for attempt in _in_order(attempts):
         if found is not None and _done(attempt) >= found.step + (LOOK_BACK if found.breach else 0):
@@ -144,9 +145,9 @@ def open_rerun(attempts: Iterable[PastAttempt]) -> Rerun | None:
 
 
 def open_rejections(attempts: Iterable[PastAttempt], *, forgiven: int = 0) -> list[PastAttempt]:
-    """The attempts whose rejected step no later one is known to have got past, oldest first.
+    """The attempts whose rejected step no later attempt is known to have got past, oldest first.
 
-    A device that was found out, data that are left out, or an end that was reached settle all before them.
+    A device that was found guilty, data that are left out, or a finished attempt settle everything before.
     """
     found: list[PastAttempt] = []
     for attempt in _in_order(attempts):
@@ -164,35 +165,35 @@ def open_rejections(attempts: Iterable[PastAttempt], *, forgiven: int = 0) -> li
 def failed_in_probation(
     attempts: Iterable[PastAttempt], rung: str, *, forgiven: int = 0
 ) -> list[PastAttempt]:
-    """The attempts that failed inside the probation of this checkpoint, oldest first, as far as no later one
-    that came from it is known to have got past that: what passes the second time is not held against it."""
+    """The attempts that failed inside the probation of this checkpoint, oldest first, unless a later one from
+    the same checkpoint is known to have got past that: what passes the second time is not held against it."""
     found: list[PastAttempt] = []
     for attempt in _in_order(attempts):
         if attempt.number <= forgiven or attempt.rung != rung:
             continue
         found = [one for one in found if _done(attempt) < _step(one) + _slack(one)]
-        told = attempt.rejection
-        if told is None or told.finite or not told.in_probation:
+        rejection = attempt.rejection
+        if rejection is None or rejection.finite or not rejection.in_probation:
             continue
-        if told.kind in (Kind.STEP, Kind.PROBATION):
+        if rejection.kind in (Kind.STEP, Kind.PROBATION):
             found.append(attempt)
     return found
 
 
 def _slack(attempt: PastAttempt) -> int:
-    """A discontinuity has no one step: it may show a little later the next time."""
+    """A discontinuity belongs to no single step: it may show a little later the next time."""
     breach = attempt.rejection is not None and attempt.rejection.kind is Kind.PROBATION
     return LOOK_BACK if breach else 0
 
 
 def lowered_for(attempts: Iterable[PastAttempt], trial: Trial | None) -> int:
-    """How many rungs were left behind for these suspects."""
+    """How many rungs were left behind on account of these suspects."""
     suspects = set(trial.suspects) if trial is not None else set()
     return sum(bool(suspects & set(attempt.decided.suspect)) for attempt in attempts)
 
 
 def _done(attempt: PastAttempt) -> int:
-    """The last step that it is known to have completed: whoever rejects one has completed those before it."""
+    """The last step that it is known to have completed: before a step is rejected, all earlier ones are."""
     return max(attempt.last_step or 0, _step(attempt) - 1)
 
 
@@ -204,23 +205,22 @@ def _in_order(attempts: Iterable[PastAttempt]) -> list[PastAttempt]:
     return sorted(attempts, key=lambda attempt: attempt.number)
 
 
-# What it means that a step which was rejected comes up again: accepted this time, or bad once more. Pure.
+# What it means when a rejected step comes up again, and is accepted this time, or bad once more. Pure.
 #
 # *Accepted.* The work is the same, and the group is the same; what may differ is the device of each rank, and
 # the state that the step began from. So for each rank that was bad:
 #
 # * the same state, another device: only the device differs, so the **device** it was on is at fault;
-# * the same state, the same device: it passes, so it was **transient**;
-# * another state: it was damaged in the memory of that process, which is gone: **transient** too;
-# * a state that is not known, or no rank that is known to have been bad: **transient**, because nothing more
-# is   shown.
+# * the same state, the same device: it passes, so the fault was **transient**;
+# * another state: the first was damaged in the memory of that process, which is gone: **transient** too;
+# * a state that is not known, or no rank known to have been bad: **transient**, as nothing more is shown.
 #
 # *Bad once more*, and not a number: `settle` says whether the ranks know enough to go on by themselves. What
 # was loaded is acquitted if a lower rung fails at the very step at which it failed. Where there is no lower
-# rung the same one is tried twice, on other devices if there are any. After that the step is left to the
-# user's `validation.nan_policy`, as if nothing had been loaded: that costs no restart. It is safe, because a
-# bad state makes the steps after it fail as well, and `validation.max_consecutive` of them in a row end the
-# run or take it back; data that is bad fails in its own step only.
+# rung, the same one is tried twice, on other devices if there are any. After that the step is left to the
+# user's `validation.nan_policy`, as if nothing had been loaded, which costs no restart. That is safe, because
+# a bad state makes the steps after it fail as well, and `validation.max_consecutive` of them in a row end the
+# run or take it back; bad data fail only in their own step.
 
 
 class ReplayFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,30 +234,28 @@ class ReplayFinding(msgspec.Struct, frozen=True, kw_only=True):
 def judge_replay(
     rerun: Rerun, now: Mapping[int, Place], same: Mapping[int, bool | None]
 ) -> list[ReplayFinding]:
-    """One finding for each rank that was bad; `same`: whether a rank's state was equal, None if unknown."""
+    """One finding for each rank that was bad; `same`: whether a rank's state was equal, None if not known."""
     findings = []
     for one in rerun.bad:
         old, place = Place(one.node, one.device), now.get(one.rank)
         where = _named(old)
-        told = f"rank {one.rank} failed step {rerun.step} on {where}"
+        failure = f"rank {one.rank} failed step {rerun.step} on {where}"
         if place is None:
-            findings.append(
-                _transient(old, f"{told}; that rank does not exist any more, and the step passes")
-            )
+            findings.append(_transient(old, f"{failure}; that rank no longer exists, and the step passes"))
         elif same.get(one.rank) is None:
-            findings.append(_transient(old, f"{told}, from a state that is not known, and passes now"))
+            findings.append(_transient(old, f"{failure}, from a state that is not known, and passes now"))
         elif not same[one.rank]:
             findings.append(
                 _transient(
                     old,
-                    f"{told} and passes from another state: what it began from was damaged in the memory of "
-                    "that process",
+                    f"{failure} and passes from another state: what it began from was damaged in the memory "
+                    "of that process",
                 )
             )
         elif place == old:
-            findings.append(_transient(old, f"{told} and passes there now, from the same state"))
+            findings.append(_transient(old, f"{failure} and passes there now, from the same state"))
         else:
-            evidence = f"{told} and passes on {_named(place)}: the same work from the same state"
+            evidence = f"{failure} and passes on {_named(place)}: the same work from the same state"
             findings.append(ReplayFinding(verdict="device", place=old, evidence=evidence))
     if not rerun.bad:
         evidence = f"step {rerun.step} was rejected, on a rank that is not known, and passes now"
@@ -270,11 +268,11 @@ class Settling(msgspec.Struct, frozen=True, kw_only=True):
 
     why: str
     acquit: list[str] = []
-    """Checkpoints that are suspect no more."""
+    """Checkpoints that are no longer suspect."""
     shown: bool = False
-    """Whether it was compared with something, now or before: then too many in a row are the work's own."""
+    """Whether it was compared with something, now or before: then too many in a row are the work's fault."""
     here: bool = False
-    """Whether this attempt has found it out."""
+    """Whether this attempt found it out."""
 
 
 def settle(
@@ -289,12 +287,12 @@ def settle(
     left_out: bool,
     ran_again: bool = False,
 ) -> Settling | None:
-    """Why a step that is not finite needs no other attempt, though what was loaded is on probation or a
-    suspect on trial; None if the launcher has to be asked.
+    """Why a step that is not finite needs no other attempt, even though what was loaded is on probation or a
+    suspect is on trial; None if the launcher has to be asked.
 
-    `results`: of every rank. `settled`: what is known of the step. `restarts_left`: None if not known.
-    `left_out`: the launcher would leave the step's data out, if it can restart. `ran_again`: it was, in
-    place; who wants that wants to know the cause, also if no restart is left.
+    `results`: of every rank. `settled`: what is known about the step. `restarts_left`: None if not known.
+    `left_out`: whether the launcher would leave the step's data out, if it can restart. `ran_again`: whether
+    the step was run again in place; whoever wants that wants to know the cause, even if no restart is left.
     """
     asks = left_out and restarts_left != 0
     if trial is not None and step == trial.until and rung not in trial.suspects and not asks:
@@ -330,11 +328,11 @@ def _named(place: Place) -> str:
 
 
 FOLLOWS = "the fault follows it: "
-"""How the reason goes on, after the device that is accused."""
+"""How the reason continues after the accused device."""
 NO_OTHER_DEVICE = "no second device was left to tell a bad device from bad work"
 """How the evidence begins where the work is blamed without having been tried elsewhere."""
 _TWICE = "was rejected there"
-"""Why a node was kept out to see whether the step passes on another one."""
+"""Part of the reason why a node was kept out to see whether the step passes on another one."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -345,16 +343,16 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     before: Sequence[PastAttempt]
     """Every earlier attempt, oldest first."""
     episode: Sequence[PastAttempt]
-    """Those since the last progress."""
+    """The attempts since the last progress."""
     forgiven: int = 0
     cluster: Cluster
     found: Fit
-    """Who would go on."""
+    """The nodes that would go on."""
     wanted: int
     rungs: Sequence[str] = ()
-    """What a resume may use, newest first."""
+    """The checkpoints that a resume may use, newest first."""
     together: Sequence[str] = ()
-    """What was loaded, and what is as doubtful as that."""
+    """What was loaded, and what is just as doubtful."""
     avoid: Sequence[str] = ()
     trial: Trial | None = None
     may_skip: bool = False
@@ -372,7 +370,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     rotate_by: int | None = None
     exclude: list[Exclusion] = []
     found: Fit | None = None
-    """Who goes on, if not those of the question."""
+    """The nodes that go on, if not those of the question."""
     readmit: list[str] = []
     """Nodes that were kept out for this step, which fails elsewhere too."""
 
@@ -409,7 +407,7 @@ class _Inquiry:
     # -- is it the device? ----------------------------------------------------------------------------------
 
     def _follows_a_device(self) -> Judgement | None:
-        """Another rank was bad there before and is well elsewhere: at that step or any other."""
+        """Another rank was bad on the same device before and is well elsewhere, at that step or any other."""
         now, bad = places_of(self._failed), bad_places(self._failed)
         for earlier in reversed(self._open):
             then = bad_places(earlier)
@@ -436,7 +434,7 @@ class _Inquiry:
                 Action.RESTART, f"{reason}. Nothing could take its place, so it stays", DEVICE
             )
         if not accused or kept is None or not asked.cluster.nodes:
-            return self._stop(f"{reason}. It cannot be done without", DEVICE)
+            return self._stop(f"{reason}. The run cannot do without it", DEVICE)
         exclude, found = kept
         if not exclude:
             return self._judged(Action.RESTART, f"{reason}; it is kept out already", DEVICE)
@@ -466,7 +464,7 @@ class _Inquiry:
         return None
 
     def _vary(self) -> Judgement:
-        """Not known yet: the same step elsewhere, or here again; at most so often."""
+        """It is not known yet: try the same step elsewhere, or here again; only a limited number of times."""
         step, times = self._rejection.step, 1 + len(self._same)
         shift = self._next_shift()
         if shift is not None and times <= RERUNS:
@@ -520,7 +518,7 @@ class _Inquiry:
         return self._judged(action, reason, rerun=rerun, avoid=since, **more)
 
     def _saved_since(self) -> list[str]:
-        """What was saved from what was loaded: from the same checkpoint means not from these."""
+        """What was saved from what was loaded. To start from the same checkpoint means not to use these."""
         rung = self._failed.rung
         return [name for name in self._group() if rung and step_of(name) > step_of(rung)]
 
@@ -535,7 +533,7 @@ class _Inquiry:
         return action is Action.ROTATE or (action is Action.RESTART and self._spare() is None)
 
     def _once_more(self, what: str) -> Judgement | None:
-        """What was loaded is tried once more, elsewhere if that can be, before it is blamed."""
+        """What was loaded is tried once more, elsewhere if possible, before it is blamed."""
         if self._failed_before():
             return None
         shift = self._next_shift()
@@ -545,7 +543,7 @@ class _Inquiry:
         return self._again(Action.RESTART, f"{what}: it is tried once more, here, as no rank can move")
 
     def _failed_before(self) -> bool:
-        """Whether what was loaded has failed like this before; a discontinuity has no one step."""
+        """Whether what was loaded has failed like this before; a discontinuity belongs to no single step."""
         asked, rejection = self._asked, self._rejection
         found = failed_in_probation(asked.before, self._failed.rung, forgiven=asked.forgiven)
         earlier = [one.rejection for one in found if one.rejection is not None]
@@ -579,7 +577,7 @@ class _Inquiry:
         return self._judged(Action.RESTART, reason, REPRODUCIBLE, rerun=rerun, settled=settled)
 
     def _suspect(self, why: str) -> Judgement:
-        """What was loaded is in its probation: a rung below it shall replay the same steps."""
+        """What was loaded is in its probation: a rung below it is to replay the same steps."""
         refused = self._why_not_lower()
         if refused:
             self._evidence.append(
@@ -602,7 +600,7 @@ class _Inquiry:
         return "" if self._below() else "there is no checkpoint below it"
 
     def _below(self) -> Sequence[str]:
-        """The rungs below all that is doubtful; none if that is not on the ladder."""
+        """The rungs below everything doubtful; none if that is not on the ladder."""
         group, rungs = self._group(), self._asked.rungs
         lowest = max((place for place, name in enumerate(rungs) if name in group), default=len(rungs))
         return [name for name in rungs[lowest + 1 :] if name not in self._asked.avoid]
@@ -611,8 +609,8 @@ class _Inquiry:
         return sorted({*self._asked.together, self._failed.rung} - {""})
 
     def _lower(self, why: str, verdict: str) -> Judgement:
-        """Only what failed twice becomes suspect, with what was saved from it. What it was saved from itself
-        may be as bad: it is passed over."""
+        """Only what failed twice becomes suspect, with what was saved from it. The checkpoint that it was
+        itself saved from may be just as bad, so it is passed over."""
         group, trial = self._group(), self._asked.trial
         blamed = [self._failed.rung, *self._saved_since()]
         suspects = sorted({*blamed, *(trial.suspects if trial is not None else [])})
@@ -632,7 +630,7 @@ class _Inquiry:
         if trial is None or rejection.finite or rung in trial.suspects or rejection.step > trial.until:
             return None
         others = ", ".join(trial.suspects)
-        # A discontinuity has no one step: it is the same if it shows where the suspect was watched.
+        # A discontinuity belongs to no single step: it is the same if it shows where the suspect was watched.
         watched = max((step_of(name) for name in trial.suspects), default=0)
         same = rejection.kind is Kind.PROBATION and rejection.step > watched
         if same or rejection.step == trial.until:
@@ -655,8 +653,8 @@ class _Inquiry:
         return self._without_blame(f"{what}: {others} cannot be shown to be bad")
 
     def _without_blame(self, why: str) -> Judgement:
-        """It comes from the data, the device or the job: leave the data out if that is allowed, or take it as
-        it is; the step that is not finite is then the user's `nan_policy`'s matter."""
+        """It comes from the data, the device or the job: leave the data out if that is allowed, or take the
+        step as it is; one that is not finite is then a matter for the user's `nan_policy`."""
         asked, rejection, window = self._asked, self._rejection, self._rejection.window
         a_step = rejection.kind is Kind.STEP
         verdict = REPRODUCIBLE if a_step else ""
@@ -667,11 +665,11 @@ class _Inquiry:
             return self._judged(Action.RESTART, reason, REPRODUCIBLE, skip=window, acquit=self._cleared())
         cause = f"{why}; the cause is the data, the device or the job"
         if rejection.counters:
-            return self._stop(f"{why}; no other state is there to go on from", verdict)
+            return self._stop(f"{why}; there is no other state to go on from", verdict)
         how = How.TOLERATED if a_step else How.SHIFT
         known = [one for past in asked.before for one in past.decided.settled if one.shown]
         if settled_as(known, how, rejection.step, window, self._failed.world_size) is not None:
-            return self._stop(f"{cause}; step {rejection.step} was to be taken as it is already", verdict)
+            return self._stop(f"{cause}; step {rejection.step} was already to be taken as it is", verdict)
         if a_step and asked.nan_policy == "raise":
             return self._stop(f"{cause}, and validation.nan_policy is raise", verdict)
         then = f"validation.nan_policy = {asked.nan_policy} applies to step {rejection.step}"
@@ -691,7 +689,7 @@ class _Inquiry:
     # -- rolling back, and ends -----------------------------------------------------------------------------
 
     def _roll_back(self) -> Judgement:
-        """Past the newest checkpoint; the second time, past what the first way back had come from."""
+        """Go back past the newest checkpoint; the second time, past the one that was gone back to first."""
         asked, rungs = self._asked, [name for name in self._asked.rungs if name not in self._asked.avoid]
         lowered = sum(one.action == Action.LOWER_RUNG for one in asked.episode)
         again = any(_kind(one) is Kind.ROLLBACK for one in asked.episode if one.number != self._failed.number)
@@ -700,19 +698,19 @@ class _Inquiry:
             past = rungs.index(self._failed.rung) + 1
         why = f"too many steps in a row were not finite, the last one {self._rejection.step}"
         if lowered >= MAX_LOWER_RUNGS or len(rungs) <= past:
-            left = "checkpoints were passed over already" if lowered else "checkpoint is there to go back to"
+            left = "checkpoints were passed over already" if lowered else "checkpoint is left to go back to"
             return self._stop(f"{why}, and {lowered or 'no'} {left}", "")
         return self._judged(
             Action.LOWER_RUNG, f"{why}: go back past {rungs[past - 1]}", avoid=list(rungs[:past])
         )
 
     def _stop(self, reason: str, verdict: str) -> Judgement:
-        """What is suspect must not stay so for ever where nothing more will be found out about it."""
+        """Stop. What is suspect must not stay so for ever when nothing more will be found out about it."""
         acquit = self._cleared() if verdict != DEVICE else []
         return self._judged(Action.STOP, reason, verdict, acquit=acquit)
 
     def _cleared(self) -> list[str]:
-        """The suspects, if something else than they has failed too."""
+        """The suspects, if something other than they has failed too."""
         trial = self._asked.trial
         return trial.suspects if trial is not None and self._failed.rung not in trial.suspects else []
 
@@ -727,12 +725,12 @@ class _Inquiry:
         found: Fit | None = None,
         **more: Any,
     ) -> Judgement:
-        """`more`: what is found out, and told to the next attempt."""
-        told = {"trial": None if more.get("acquit") else self._asked.trial, **more}
+        """`more`: what is found out, and the orders for the next attempt."""
+        orders = {"trial": None if more.get("acquit") else self._asked.trial, **more}
         return Judgement(
             action=action,
             reason=reason,
-            findings=Findings(verdict=verdict, **told),
+            findings=Findings(verdict=verdict, **orders),
             evidence=self._evidence,
             rotate_by=rotate_by,
             exclude=list(exclude),

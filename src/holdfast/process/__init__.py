@@ -1,9 +1,9 @@
 """Processes of ours and of others: who they are, how they are tied together, and how they talk.
 
 For identities that outlive a pid, children that die with their parent, the wire between local processes, and
-senders of signals.
+the senders of signals.
 Promises: a child of ours imports nothing from the current directory; an identity never matches another
-process; who speaks over the wire learns in bounded time whether it was heard.
+process; whoever speaks over the wire learns in bounded time whether it was heard.
 Never: decide what becomes of a process, or wait without a deadline.
 """
 

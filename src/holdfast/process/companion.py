@@ -20,16 +20,16 @@ from holdfast.process.local_wire import Packets, Stream
 
 Line = TypeVar("Line", bound=Packets[Any] | Stream[Any])
 
-# Marks in the environment by which processes are recognised, whoever their parent is by now.
+# Marks in the environment by which processes are recognised, whatever their parent is by now.
 #
-# A process's parent, group and session say where it belongs only until it leaves them. What it was started
-# with stays: the kernel shows it (`proc.environment`).
+# A process's parent, group and session say where it belongs only until it leaves them. The environment that
+# it was started with stays, and the kernel shows it (`proc.environment`).
 
 
 AGENT = "HOLDFAST_AGENT"
 """Which agent a process descends from: `<pid>.<start time>`, unique until the next boot."""
 OUTLIVES = "HOLDFAST_OUTLIVES"
-"""Set for a process that may outlive the trainer which started it: `<module> <trainer's pid>`."""
+"""Set for a process that may outlive the trainer that started it: `<module> <trainer's pid>`."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which schedulers and people ask a whole job to end."""
@@ -42,7 +42,8 @@ def outliving(module: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def stopping_blocked() -> Iterator[None]:
-    """Around the start of such a process, which inherits it: while it starts, nothing can be ignored yet."""
+    """Block stopping signals around the start of such a process, which inherits the mask: it cannot ignore
+    them yet while it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
@@ -51,7 +52,7 @@ def stopping_blocked() -> Iterator[None]:
 
 
 def leave_stopping_to_the_trainer() -> None:
-    """For such a process: schedulers signal every process of a job; what that means, the trainer decides."""
+    """For such a process: schedulers signal every process of a job, but the trainer decides what it means."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
@@ -60,9 +61,9 @@ def leave_stopping_to_the_trainer() -> None:
 # How a process of our own is started: without importing anything from the directory it happens to be in.
 #
 # Guarantee: what lies in the current directory (an `xxhash.py` in somebody's project, or one that was planted
-# there) is never imported by a child of ours. `python -m` alone puts that directory first on the path, and
-# `-P` keeps it away. PYTHONPATH is kept: it is how an installation may be found, and its owner chose it. A
-# training script keeps the path that `python SCRIPT` gives it.
+# there) is never imported by a child of ours. `python -m` alone puts that directory first on the path; `-P`
+# keeps it off. PYTHONPATH is kept: an installation may depend on it, and its owner chose it. A training
+# script keeps the path that `python SCRIPT` gives it.
 
 
 def own_child(module: str, *arguments: str) -> list[str]:
@@ -79,7 +80,7 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start one of our modules. Raises OSError.
 
-    `passed`: descriptors that it gets; `log`: where its output goes, if not to where this process's does;
+    `passed`: descriptors that it gets; `log`: where its output goes, if not where this process's does;
     `outlives`: it may outlive this process, and what ends this one's session or group must not end it.
     """
     with contextlib.ExitStack() as around:
@@ -101,14 +102,14 @@ def start_child(
 
 
 class Companion(Generic[Line]):
-    """One such child, and the line to it."""
+    """A child of ours, and the line to it."""
 
     def __init__(
         self, start: Callable[[int], subprocess.Popen[bytes]], pair: tuple[Line, socket.socket]
     ) -> None:
         """`start` gets the descriptor of the child's end. `pair`: from `Packets.pair` or `Stream.pair`.
 
-        Raises OSError if it cannot be started.
+        Raises OSError if the child cannot be started.
         """
         self.line, theirs = pair
         try:
@@ -130,22 +131,22 @@ class Companion(Generic[Line]):
 
     @property
     def code(self) -> int | None:
-        """How it ended, as from waitpid; None while it runs. What it had said may still be in the line."""
+        """How it ended, as from waitpid; None while it runs. What it said may still be in the line."""
         return self.process.poll()
 
     def hang_up(self) -> None:
-        """Close the line, by which a child learns that it is to end."""
+        """Close the line, which tells the child to end."""
         self.line.close()
 
     def wait(self, seconds: float) -> int | None:
-        """How it ended; None if it still runs after so many seconds."""
+        """How it ended; None if it still runs after that many seconds."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self, seconds: float) -> int | None:
-        """End it and hang up; None if it is still there after so many seconds: it hangs in the kernel."""
+        """End it and hang up; None if it is still there after that many seconds: it hangs in the kernel."""
         with contextlib.suppress(OSError):
             self.process.kill()
         self.hang_up()

@@ -1,10 +1,10 @@
 """Ties a worker's life to its agent's, then becomes the worker.
 
-Guarantee: a worker never outlives its agent, also when the agent is killed with SIGKILL. The kernel is asked
+Guarantee: a worker never outlives its agent, even if the agent is killed with SIGKILL. The kernel is asked
 (PR_SET_PDEATHSIG) to kill this process when its parent dies; the request survives exec. If the parent died
 before the request was made, this process ends at once.
 
-Run by path, isolated and with the standard library only, so that it costs a few milliseconds and leaves
+It is run by path, isolated and with only the standard library, so that it costs a few milliseconds and leaves
 nothing behind in the worker: the command it executes sees its own arguments, environment and interpreter.
 """
 
@@ -19,13 +19,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def guarded(command: Sequence[str], parent: int | None = None) -> list[str]:
-    """The command line that runs `command` as one that dies with its parent: the caller, or as given."""
+    """The command line that runs `command` so that it dies with `parent`, by default the caller."""
     tied_to = os.getpid() if parent is None else parent
     return [sys.executable, "-I", "-S", os.path.realpath(__file__), str(tied_to), *command]
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies; end at once if it is not `parent` any more."""
+    """Ask the kernel for SIGKILL when the parent dies; end at once if the parent is no longer `parent`."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -37,7 +37,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _complain(text: str) -> None:
-    """As `holdfast.base.lines` does, which cannot be imported here."""
+    """Print a line as `holdfast.base.lines` does, which cannot be imported here."""
     import json
     import time
 

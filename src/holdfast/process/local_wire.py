@@ -2,21 +2,20 @@
 
 There are two kinds of socket, and one class for each:
 
-* `Packets`, for what must never hold its sender up: signs of life, orders, outcomes. A message is one packet
+* `Packets`, for what must never hold up its sender: signs of life, orders, outcomes. A message is one packet
   of bounded size, which the kernel takes whole or not at all. A reader that does not read costs its sender
-  the message, and no time.
+  the message, but no time.
 * `Stream`, for messages that may be large, or that bring descriptors along: a plan, a staging buffer, a
-  worker to be forked. Such a message may not fit in at once, so whoever sends one says how long that may
-  take.
+  worker to be forked. Such a message may not fit in at once, so the sender says how long that may take.
 
-Guarantees, of both: no call waits for longer than it is told to. That the other end is gone is one outcome,
-`Gone`, however it shows and whichever call finds it; to a reader it comes after everything that the other end
-had still said. What comes in is bounded, and what is no message is `Garbage`, whatever its bytes are: never
-an error of the decoder. Messages are msgpack, and nothing is ever pickled. No program that this process
+Guarantees of both: no call waits for longer than it is told to. If the other end is gone, the outcome is
+always `Gone`, however it shows and whichever call notices; a reader gets it only after everything that the
+other end had said. What comes in is bounded, and what is not a message is `Garbage`, whatever its bytes are:
+never a decoder error. Messages are msgpack, and nothing is ever pickled. No program that this process
 executes inherits a descriptor that was received here.
 
-A socket pair has no name, so that nobody else can get at it. A `Listener` has one, in a directory that only
-its owner may enter, and has the kernel's word (SO_PEERCRED) on which process it is that connects.
+A socket pair has no name, so nobody else can get at it. A `Listener` has one, in a directory that only its
+owner may enter, and the kernel tells it (SO_PEERCRED) which process is connecting.
 """
 
 from __future__ import annotations
@@ -36,40 +35,40 @@ from typing import Generic, NamedTuple, Self, TypeVar
 import msgspec
 
 PACKET_LIMIT = 64 * 1024
-"""Bytes of one packet."""
+"""Bytes in one packet."""
 MESSAGE_LIMIT = 1 << 30
-"""Bytes of one message of a stream: far beyond the plan of any model."""
+"""Bytes in one message of a stream: far more than the plan of any model."""
 MOST_DESCRIPTORS = 8
-"""That come with one message."""
+"""How many may come with one message."""
 CONNECTIONS = 1024
-"""That may wait to be accepted."""
+"""How many may wait to be accepted."""
 UNIX_PATH = 100
-"""Characters from which on the path of a socket is reached through its directory: the kernel takes 107."""
+"""A socket whose path is this long or longer is reached through its directory: the kernel takes 107 bytes."""
 _HEADER = 8
-"""Bytes that say how long a stream's next message is."""
+"""How many bytes say how long a stream's next message is."""
 _PIECE = 1 << 20
 _CLOSED = "it has closed the connection"
 
 _encode = msgspec.msgpack.Encoder().encode
 
 In = TypeVar("In")
-"""What is heard: a message type, or several; None where nothing is."""
+"""What is heard: a message type, or several; None if nothing is."""
 
 
 class Gone(ConnectionError):  # noqa: N818 - not an error: the other end has ended
-    """The other end is closed, or cannot be made to understand what is said: nothing more comes of it."""
+    """The other end is closed, or cannot take what is to be said: there is no point in going on."""
 
 
 class Garbage(Gone):
-    """What came is no message of ours."""
+    """What came is not a message of ours."""
 
 
 class _Wire(Generic[In]):
-    """One end. One thread at a time may receive; whether several may send, each kind says."""
+    """One end. One thread at a time may receive; each kind says whether several may send."""
 
     KIND: socket.SocketKind
     LIMIT: int
-    """Bytes of one message, unless it is said otherwise."""
+    """Bytes in one message, unless a limit is given."""
 
     def __init__(self, end: socket.socket, hears: object, limit: int = 0) -> None:
         """`hears`: the type of the messages that come, as msgspec takes it."""
@@ -80,13 +79,13 @@ class _Wire(Generic[In]):
 
     @classmethod
     def pair(cls, hears: object) -> tuple[Self, socket.socket]:
-        """One end, and the other, which is for a child. Raises OSError."""
+        """One end, and the other one, which is for a child. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, cls.KIND)
         return cls(ours, hears), theirs
 
     @classmethod
     def at(cls, descriptor: int, hears: object) -> Self:
-        """The end that this process was given by another one."""
+        """The end that this process was given by another process."""
         os.set_inheritable(descriptor, False)
         return cls(socket.socket(fileno=descriptor), hears)
 
@@ -96,7 +95,7 @@ class _Wire(Generic[In]):
 
     @property
     def open(self) -> bool:
-        """Whether this end is. What the other one is, the next call finds out."""
+        """Whether this end is open. The next call finds out about the other end."""
         return self._socket.fileno() >= 0
 
     def close(self) -> None:
@@ -104,18 +103,18 @@ class _Wire(Generic[In]):
             self._socket.close()
 
     def say_no_more(self) -> None:
-        """The other end sees this one as gone, but is still heard."""
+        """The other end then sees this one as gone, but is still heard."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def other_end_is_gone(self) -> bool:
-        """Never waits, and takes nothing: what the other end had said may still be there to be received."""
+        """Never waits, and takes nothing: what the other end said may still be there to be received."""
         return bool(self._poll(select.POLLRDHUP, 0.0))
 
     def wait(self, within: float | None, *, room: bool = False) -> bool:
-        """Until there is something to receive, be it the end; whether there is. None: without limit.
+        """Wait until there is something to receive, even if that is the end; returns whether there is.
 
-        `room`: also until something can be said.
+        `within`: seconds; None for no limit. `room`: wait also until something can be said.
         """
         found = self._poll(select.POLLIN | (select.POLLOUT if room else 0), within)
         return bool(found & ~select.POLLOUT)
@@ -123,7 +122,7 @@ class _Wire(Generic[In]):
     def _poll(self, events: int, within: float | None) -> int:
         if not self.open:
             return select.POLLHUP
-        ready = select.poll()  # not select(), which knows only the first 1024 descriptors of a process
+        ready = select.poll()  # not select(), which only knows the first 1024 descriptors of a process
         ready.register(self._socket, events)
         found = ready.poll(None if within is None else max(0, math.ceil(within * 1000)))
         return found[0][1] if found else 0
@@ -136,13 +135,13 @@ class _Wire(Generic[In]):
 
 
 class Packets(_Wire[In]):
-    """Whole messages of bounded size, to a reader that nobody waits for. Any thread may send."""
+    """Whole messages of bounded size, to a reader that no sender waits for. Any thread may send."""
 
     KIND, LIMIT = socket.SOCK_SEQPACKET, PACKET_LIMIT
 
     @classmethod
     def connect(cls, path: Path, hears: object, within: float) -> Self:
-        """To a `Listener`. Raises OSError."""
+        """Connect to a `Listener`. Raises OSError."""
         end = socket.socket(socket.AF_UNIX, cls.KIND)
         try:
             end.settimeout(within)
@@ -154,7 +153,7 @@ class Packets(_Wire[In]):
             raise
 
     def send(self, message: object, within: float = 0.0) -> bool:
-        """Whether it was taken; False: its reader made no room for so long. Raises Gone."""
+        """Whether the message was taken; False if its reader made no room in that time. Raises Gone."""
         data = _encode(message)
         if len(data) > self._limit:
             raise Gone(f"it takes {self._limit} bytes, and {len(data)} were to be said")
@@ -173,8 +172,8 @@ class Packets(_Wire[In]):
             self._poll(select.POLLOUT, deadline - now)
 
     def receive(self, within: float = 0.0) -> In | None:
-        """The next message; None: nothing came for so long. Raises Gone; Garbage, after which the next may
-        be received."""
+        """The next message; None if nothing came in that time. Raises Gone; Garbage, after which the next
+        message may be received."""
         deadline: float | None = None
         reset = False
         while True:
@@ -185,7 +184,7 @@ class Packets(_Wire[In]):
                 now = time.monotonic()
             except OSError as error:
                 if isinstance(error, ConnectionResetError) and not reset:
-                    reset = True  # it ended with something unread, and what it had said comes after this
+                    reset = True  # it ended with something unread; what it said comes after this error
                     continue
                 raise Gone(_reason(error)) from error
             deadline = now + within if deadline is None else deadline
@@ -209,11 +208,11 @@ class Stream(_Wire[In]):
         self._head = bytearray()
         self._body = bytearray()
         self._descriptors: list[int] = []
-        """Of the message of which a part has come."""
+        """Those of the message that has come in part."""
 
     def send(self, message: object, descriptors: Sequence[int] = (), *, within: float) -> None:
-        """Raises Gone; TimeoutError if it was not taken as a whole in that time. What was said of it by then
-        is the last that the other end hears."""
+        """Raises Gone; TimeoutError if the message was not taken whole in that time. The part that was taken
+        is then the last thing that the other end hears."""
         body = _encode(message)
         if len(body) > self._limit:
             raise Gone(f"it takes {self._limit} bytes, and {len(body)} were to be said")
@@ -232,14 +231,14 @@ class Stream(_Wire[In]):
             except OSError as error:
                 raise Gone(_reason(error)) from error
             if left <= 0:
-                if len(data) < whole:  # what were said next would be taken for the rest of this
+                if len(data) < whole:  # what came next would be taken for the rest of this message
                     self.say_no_more()
                 raise TimeoutError(f"the other end read nothing for {within:g} s")
             self._poll(select.POLLOUT, left)
 
     def receive(self, within: float | None) -> tuple[In, list[int]] | None:
-        """The next message and its descriptors, which are the caller's to close; None: it did not come whole
-        in that time (None: without limit). Raises Gone; Garbage, which ends the line."""
+        """The next message and its descriptors, which the caller must close; None if it did not come whole in
+        that time. Raises Gone; Garbage, which ends the line. `within`: None for no limit."""
         deadline = None if within is None else time.monotonic() + within
         while True:
             try:
@@ -271,10 +270,10 @@ class Stream(_Wire[In]):
         super().close()
 
     def _take(self) -> bool:
-        """Take what there is of the next message; whether it is whole.
+        """Take what there is of the next message; returns whether it is whole.
 
-        Never more than that: a process that forks for what it is told would hand on the descriptors of what
-        it is told next, and who waits for the end of one of those would wait for the wrong process.
+        Never more than that: a process that forks because of one message would pass on the descriptors of the
+        next, and whoever waits for one of those to be closed would wait for the wrong process.
         """
         if (missing := _HEADER - len(self._head)) > 0:
             data, ancillary, flags, _ = self._socket.recvmsg(
@@ -301,7 +300,7 @@ class Stream(_Wire[In]):
 
 
 class Caller(NamedTuple, Generic[In]):
-    """Who has connected to a listener, as the kernel says it."""
+    """Who has connected to a listener, according to the kernel."""
 
     line: Packets[In]
     pid: int
@@ -309,7 +308,7 @@ class Caller(NamedTuple, Generic[In]):
 
 
 class Listener(Generic[In]):
-    """A socket at this path, in a directory that is made, or made accessible to its owner only."""
+    """A socket at this path, in a directory that is created, or made accessible only to its owner."""
 
     def __init__(self, path: Path, hears: object, limit: int = PACKET_LIMIT) -> None:
         """Raises OSError."""
@@ -331,7 +330,7 @@ class Listener(Generic[In]):
 
     @property
     def reachable(self) -> bool:
-        """Whether it is found at its path: who cleans up temporary directories may have removed it."""
+        """Whether it is still at its path: whatever cleans up temporary directories may have removed it."""
         try:
             return self._path.stat().st_ino == self._inode
         except OSError:
@@ -353,7 +352,7 @@ class Listener(Generic[In]):
             return Caller(Packets(end, self._hears, self._limit), pid, user)
 
     def close(self) -> None:
-        """Nobody can connect any more; the path is gone when this returns."""
+        """Let nobody connect any more; the path is gone when this returns."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         self._socket.close()
@@ -383,7 +382,7 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _short_address(path: Path) -> Iterator[str]:
-    """The path of a socket in a form that the kernel takes, whatever its length."""
+    """The path of a socket in a form that the kernel accepts, however long it is."""
     if len(os.fsencode(path)) < UNIX_PATH:
         yield str(path)
         return
@@ -395,7 +394,7 @@ def _short_address(path: Path) -> Iterator[str]:
 
 
 def _make_private(directory: Path) -> None:
-    """Make the directory, or see to it that nobody else can get at an existing one."""
+    """Create the directory, or make sure that nobody else can get at an existing one."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.lstat()
     if info.st_uid != os.geteuid() or not directory.is_dir() or directory.is_symlink():

@@ -1,16 +1,16 @@
 """Processes as the kernel shows them: who they are, what they descend from, and whether one still lives.
 
-The one place that reads what /proc says of processes. psutil is asked where it says the same. It does not
-know a session, a start in clock ticks, what a thread waits for, or which signals are caught. And it is not
-imported for what is read within a signal's handler, in a process that workers are forked from, or again and
-again of every process on a node.
+This is the only place that reads what /proc says about processes. psutil is used where it says the same. It
+does not know a session, a start in clock ticks, what a thread waits for, or which signals are caught. And it
+is not imported for what is read in a signal handler, in a process that workers are forked from, or over and
+over for every process on a node.
 
 Guarantee: a process is identified by its id and the time it started, and a signal goes to that process or to
-none, also when the id has been given to another one meanwhile. Nothing here waits for a process, but the
+none, even if the id has been given to another process meanwhile. Nothing here waits for a process, but the
 files that show a process's memory (arguments, environment) may make the reader wait as long as that process
 holds its memory's lock, which in the kernel can be for ever: read them through `within`.
 
-Guarantee: what is recorded of a process is enough to say afterwards whether it still lives. In doubt the
+Guarantee: what is recorded about a process is enough to say afterwards whether it still lives. In doubt the
 answer is "not known to be dead".
 """
 
@@ -38,7 +38,7 @@ PR_SET_CHILD_SUBREAPER = 36
 ANCESTORS = 64
 """How far up a process's parents are followed."""
 READ_LIMIT = 256 * 1024
-"""Of a file in /proc; arguments and environment may have megabytes."""
+"""Bytes read from a file in /proc; arguments and environment may have megabytes."""
 
 STATES = {
     "R": "running",
@@ -59,7 +59,7 @@ T = TypeVar("T")
 class Process(NamedTuple):
     pid: int
     started: int
-    """In clock ticks since the boot. With the id it names one process for good."""
+    """In clock ticks since boot. Together with the id it names one process for good."""
     parent: int
     group: int
     session: int
@@ -80,15 +80,15 @@ class Thread(NamedTuple):
     name: str
     state: str
     wchan: str
-    """The kernel function it waits in; empty if it does not wait, or may not be known."""
+    """The kernel function it waits in; empty if it does not wait, or this user may not know."""
     syscall: str
     stack: tuple[str, ...]
-    """Of the kernel, innermost first; only root may read it."""
+    """Its stack in the kernel, innermost first; only root may read it."""
 
 
 def read(pid: int, *, proc: Path = PROC) -> Process | None:
     """A process, or None if there is none with this id, or it is hidden from this user."""
-    # The name is in brackets and may hold anything, brackets too.
+    # The name is in brackets and may contain anything, even brackets.
     before, _, after = _stat(pid, proc).rpartition(")")
     fields = after.split()
     try:
@@ -106,13 +106,13 @@ def read(pid: int, *, proc: Path = PROC) -> Process | None:
 
 
 def started_at(pid: int) -> int:
-    """When a process was started, in clock ticks since the boot; 0 if that cannot be told."""
+    """When a process was started, in clock ticks since boot; 0 if that cannot be determined."""
     found = read(pid)
     return found.started if found is not None else 0
 
 
 def exit_code_of(pid: int) -> int:
-    """Of a process that has ended and was not reaped by its parent yet, as from waitpid; otherwise 0."""
+    """How a process ended that its parent has not reaped yet, as from waitpid; otherwise 0."""
     fields = _stat(pid).rpartition(")")[2].split()
     try:
         return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else 0
@@ -121,7 +121,7 @@ def exit_code_of(pid: int) -> int:
 
 
 def _stat(pid: int, proc: Path = PROC) -> str:
-    """Empty if there is none."""
+    """The process's `stat` file; empty if there is none."""
     try:
         fd = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # a node may have thousands of them
     except OSError:
@@ -135,7 +135,7 @@ def _stat(pid: int, proc: Path = PROC) -> str:
 
 
 def everyone(*, proc: Path = PROC) -> dict[int, Process]:
-    """Every process that can be seen, zombies too."""
+    """Every process that can be seen, including zombies."""
     try:
         names = os.listdir(proc)
     except OSError:
@@ -145,7 +145,7 @@ def everyone(*, proc: Path = PROC) -> dict[int, Process]:
 
 
 def descendants(of: Iterable[int], among: Mapping[int, Process]) -> list[Process]:
-    """What descends from these processes, them left out, parents before their children."""
+    """What descends from these processes, without the processes themselves; parents before their children."""
     children: dict[int, list[Process]] = {}
     for process in among.values():
         children.setdefault(process.parent, []).append(process)
@@ -162,7 +162,7 @@ def descendants(of: Iterable[int], among: Mapping[int, Process]) -> list[Process
 
 
 def lineage(pid: int) -> Iterator[int]:
-    """A process, its parent, that one's parent …"""
+    """A process, its parent, its parent's parent, …"""
     for _ in range(ANCESTORS):
         if pid <= 1:
             return
@@ -182,9 +182,9 @@ def send(process: Process, number: int) -> bool:
     except OSError as error:
         if error.errno != errno.ENOSYS:
             return False
-        fd = -1  # a kernel before 5.3: there is a moment in which the id could change hands
+        fd = -1  # a kernel before 5.3: for a moment the id could change hands
     try:
-        now = read(process.pid)  # the descriptor was opened first, so this is whom it stands for
+        now = read(process.pid)  # the descriptor was opened first, so this is the process it stands for
         if now is None or now.started != process.started:
             return False
         if fd >= 0:
@@ -200,13 +200,13 @@ def send(process: Process, number: int) -> bool:
 
 
 def send_thread(pid: int, tid: int, number: int) -> bool:
-    """Send a signal to one thread of a child that is not reaped yet, whose id is therefore still its own."""
+    """Send a signal to one thread of a child that is not reaped yet, so that its id is still its own."""
     libc = ctypes.CDLL(None, use_errno=True)
     return int(libc.syscall(_TGKILL, pid, tid, number)) == 0 if _TGKILL else False
 
 
 def thread_ids(pid: int, *, proc: Path = PROC) -> list[int]:
-    """Raises OSError if there is no such process."""
+    """The threads of a process. Raises OSError if there is no such process."""
     return sorted(int(name) for name in os.listdir(proc / str(pid) / "task") if name.isdigit())
 
 
@@ -236,7 +236,7 @@ def threads(pid: int, *, proc: Path = PROC) -> list[Thread]:
 
 
 def status(pid: int, *, proc: Path = PROC) -> dict[str, str]:
-    """What the kernel says of a process in words; nothing if it is gone. Waits for nothing."""
+    """What the kernel says about a process in words; nothing if it is gone. Waits for nothing."""
     pairs = (line.partition(":") for line in _text(proc / str(pid) / "status").splitlines())
     return {name: value.strip() for name, _, value in pairs}
 
@@ -247,12 +247,12 @@ def caught(pid: int, *, proc: Path = PROC) -> int:
 
 
 def catches(pid: int, number: int, *, proc: Path = PROC) -> bool:
-    """Whether a process handles this signal: if not, the signal's default action would end it."""
+    """Whether a process handles this signal; if not, the signal's default action would end it."""
     return bool(caught(pid, proc=proc) >> (number - 1) & 1)
 
 
 def environment(pid: int) -> dict[str, str]:
-    """What a process was started with; empty if that cannot be read. May wait: see above."""
+    """The environment a process was started with; empty if it cannot be read. May wait: see above."""
     pairs = (item.partition("=") for item in _items(PROC / str(pid) / "environ"))
     return {name: value for name, equals, value in pairs if equals}
 
@@ -262,15 +262,15 @@ def arguments(pid: int) -> list[str]:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What `call` returns, or None if it takes longer (it then goes on in a thread of its own) or raises."""
+    """What `call` returns, or None if it takes longer (it then goes on in its own thread) or raises."""
     called = Bounded(call, "within")
-    with contextlib.suppress(Exception):  # None says that there is no answer
+    with contextlib.suppress(Exception):  # None means that there is no answer
         return called.result() if called.ended(seconds) else None
     return None
 
 
 def become_reaper() -> bool:
-    """Make this process the parent of what its descendants leave behind, in place of init."""
+    """Make this process, in place of init, the parent of what its descendants leave behind."""
     libc = ctypes.CDLL(None, use_errno=True)
     return int(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) == 0
 
@@ -279,7 +279,7 @@ def become_reaper() -> bool:
 
 
 def boot_id() -> str:
-    """Another one after each boot of the machine; empty if that cannot be told."""
+    """An id that is different after each boot of the machine; empty if it cannot be determined."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -287,7 +287,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> int:
-    """Within which this process's ids are ids; 0 if that cannot be told."""
+    """The namespace in which this process's ids are valid; 0 if it cannot be determined."""
     try:
         return (PROC / "self/ns/pid").stat().st_ino
     except OSError:
@@ -303,7 +303,7 @@ def children() -> list[int]:
 
 
 def descriptors() -> list[int]:
-    """This process's open files; the one with which they are listed is among them."""
+    """This process's open files, including the one with which they are listed."""
     return [int(name) for name in os.listdir(PROC / "self/fd")]
 
 
@@ -313,18 +313,18 @@ def file_of(descriptor: int) -> str:
 
 
 def details_of(descriptor: int) -> str:
-    """What the kernel says of a descriptor of ours; of an epoll, what it waits for. Raises OSError."""
+    """What the kernel says about a descriptor of ours; for an epoll, what it waits for. Raises OSError."""
     return (PROC / "self/fdinfo" / str(descriptor)).read_text()
 
 
 def place_of_arguments() -> tuple[int, int]:
-    """From where to where this process's command line lies in its memory; (0, 0) if that cannot be told."""
+    """Where this process's command line begins and ends in its memory; (0, 0) if that cannot be told."""
     fields = _stat(os.getpid()).rpartition(")")[2].split()
     return (int(fields[45]), int(fields[46])) if len(fields) > 46 else (0, 0)
 
 
 def be_ended_first() -> None:
-    """If the host runs out of memory, the kernel ends this process before any other."""
+    """Let the kernel end this process before any other if the host runs out of memory."""
     with contextlib.suppress(OSError):
         fd = os.open(PROC / "self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -334,17 +334,18 @@ def be_ended_first() -> None:
 
 
 class MemoryMapping(NamedTuple):
-    """Memory of this process, as it is mapped."""
+    """A mapping of this process's memory."""
 
     start: int
     end: int
     path: str
     shared: bool
-    """What a child writes there, its parent reads."""
+    """Whether a parent reads what its child writes there."""
 
 
 def mapped(maps: Path = PROC / "self/maps") -> list[MemoryMapping]:
-    """Raises OSError where the kernel does not tell. (psutil would measure each, for seconds.)"""
+    """This process's mappings. Raises OSError where the kernel does not tell. (psutil would measure each one,
+    which takes seconds.)"""
     with maps.open("rb") as lines:
         return [_mapping(line) for line in lines]
 
@@ -360,7 +361,7 @@ def _mapping(line: bytes) -> MemoryMapping:
 
 
 def threads_of(user: int) -> int:
-    """Processes of a user here and their threads, as `ulimit -u` counts them; 0 if that cannot be seen."""
+    """How many threads a user's processes have here, as `ulimit -u` counts; 0 if that cannot be seen."""
     import psutil
 
     found = 0
@@ -372,7 +373,7 @@ def threads_of(user: int) -> int:
 
 
 def private_bytes(pid: int) -> int:
-    """Of a process's memory, what it shares with no other; 0 where the kernel does not tell."""
+    """How much of its memory a process shares with no other; 0 where the kernel does not tell."""
     import psutil
 
     try:
@@ -410,13 +411,13 @@ def _items(path: Path) -> list[str]:
 
 # --- who a process is ---------------------------------------------------------------------------------------
 
-# Whether this process ran all the time, or was stopped itself (SIGSTOP, a suspended machine, starvation).
+# Whether this process ran all the time, or was itself stopped (SIGSTOP, a suspended machine, starvation).
 #
-# Who measures others by the clock has to know: what they did meanwhile it could not see.
+# Whoever measures others by the clock has to know, because it could not see what they did meanwhile.
 
 
 class Waking:
-    """One look after the other."""
+    """Takes one look after another, and says how long ago the last one was."""
 
     def __init__(self) -> None:
         self._looked = _awake()
@@ -435,8 +436,8 @@ def _awake() -> float:
 
 # Who a process is, precisely enough to tell later whether it still lives.
 #
-# A pid alone proves nothing: pids are reused, and two containers on one host have different ones. So a holder
-# is (host, boot id, pid namespace, pid, start time); only within the same host, boot and namespace can
+# A pid alone proves nothing: pids are reused, and two containers on one host number theirs differently. So a
+# holder is (host, boot id, pid namespace, pid, start time); only within the same host, boot and namespace can
 # another process say "dead", and everybody else must wait for the lease to lapse. In doubt the answer is "not
 # known to be dead".
 
@@ -449,7 +450,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     started: int
     """Start time in clock ticks since boot; 0 if unknown."""
     job: str = ""
-    """The scheduler's name of the job it is part of, as `Slurm job 1234`; empty if none is known."""
+    """The job that it is part of, as in `Slurm job 1234`; empty if none is known."""
 
     def describe(self) -> str:
         job = f", {self.job}" if self.job else ""
@@ -468,14 +469,15 @@ def this_process() -> Holder:
 
 
 def job_of(environ: Mapping[str, str]) -> str:
-    """The Slurm job that an environment is of, by its own number; `1234_4` for the task of an array that has
-    the array's; else empty. What a job has inherited from the task that submitted it names another job."""
+    """The Slurm job that an environment belongs to, by its own number; `1234_4` for the task of an array that
+    has the array's number; empty outside of Slurm. What a job inherited from the task that submitted it names
+    another job."""
     job, task = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
     return f"{job}_{task}" if job and task and environ.get("SLURM_ARRAY_JOB_ID") == job else job
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """For a message to people only: nothing is decided by it."""
+    """The job, for messages to people only: nothing is decided by it."""
     job = job_of(environ)
     return f"Slurm job {job[:40]}" if re.fullmatch(r"[0-9]+(_[0-9]+)?", job) else ""
 
@@ -491,7 +493,7 @@ def is_here(holder: Holder) -> bool:
 
 
 def is_gone(holder: Holder) -> bool:
-    """True only if the holder is known to be dead; False means alive or not knowable from here."""
+    """True only if the holder is known to be dead; False if it is alive, or if that cannot be known here."""
     if not is_here(holder) or holder.pid <= 0:
         return False
     try:

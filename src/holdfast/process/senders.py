@@ -1,18 +1,18 @@
 """Who sent a signal, as the kernel tells it; Python's own handlers are not told.
 
 `watch` puts a few machine instructions before the handler that `signal.signal` has installed. They note what
-the kernel says of the sender in a slot of this module's, and jump to that handler with everything as it was.
+the kernel says about the sender in a slot of this module, and jump to that handler with everything as it was.
 
-Guarantee: a signal does what it did without them. The instructions call nothing, use no stack, take no lock
-and touch no register that the handler they jump to may rely on. They note something only where the kernel
-itself has called them: a `siginfo` lies where the kernel puts it, next to the stack pointer, or is not looked
-at. The memory they lie in is never writable and executable at once, and is never given back, so they may be
-called until the process ends. Whoever calls `signal.signal` later replaces them by that, as the interpreter
-does at its own end; an exec forgets them. Where anything is not as it was checked to be (another processor,
-another C library, no memory that can be made executable), nothing is installed, and the sender is not known.
+Guarantee: a signal does what it would do without them. The instructions call nothing, use no stack, take no
+lock and touch no register that the handler they jump to may rely on. They note something only if the kernel
+itself has called them: they look at a `siginfo` only if it lies where the kernel puts it, next to the stack
+pointer. Their memory is never writable and executable at once, and is never freed, so they may be called
+until the process ends. A later call of `signal.signal` replaces them, as the interpreter does when it ends;
+an exec forgets them. If anything is not as it was checked to be (another processor, another C library, no
+memory that can be made executable), nothing is installed, and the sender is not known.
 
-What is known of a process is read at once (`proc.status`), which waits for nothing; what may hang (the
-user's name, the command line) is asked for on a thread that is left behind if it does.
+What is known about a process is read at once (`proc.status`), which waits for nothing; what may hang (the
+user's name, the command line) is asked for on a thread, which is left behind if it does.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ log = logging.getLogger("holdfast")
 PATIENCE = 0.3
 """Seconds that a stop may wait for a user's name or a command line."""
 LONGEST = 40
-"""Characters of a process's or a script's name."""
+"""How many characters of a process's or a script's name are shown."""
 
 # --- what the instructions leave ----------------------------------------------------------------------------
 
 _THERE = 1 << 23
-"""Set in a slot that holds something. A process id is below 2^22."""
+"""Set in a slot that holds something. Process ids are below 2^22."""
 _SI_USER, _SI_QUEUE, _SI_TKILL, _SI_TIMER, _SI_KERNEL = 0, -1, -6, -2, 0x80
 _HAS_PID = (_SI_USER, _SI_QUEUE, _SI_TKILL)
 
 
 class Origin(NamedTuple):
-    """What the kernel says of a signal's sender."""
+    """What the kernel says about a signal's sender."""
 
     code: int
-    """`si_code`, of which the lowest eight bits are kept; from -128 to 128."""
+    """`si_code`, of which the lowest eight bits are kept: from -127 to 128."""
     pid: int
     uid: int
 
@@ -117,15 +117,15 @@ CODE: dict[str, Callable[[int, int], bytes]] = {"x86_64": _x86_64, "aarch64": _a
 
 _SA_SIGINFO, _SA_RESTORER = 0x4, 0x04000000
 _KNOWN_FLAGS = _SA_SIGINFO | _SA_RESTORER | 0x1 | 0x2 | 0x08000000 | 0x10000000 | 0x40000000
-"""Those of which it is known that they may be kept. SA_RESETHAND, by which a handler serves once, is not."""
+"""The flags that are known to be safe to keep. SA_RESETHAND, with which a handler serves once, is not."""
 _LOWEST = 1 << 16
-"""No function lies below this; SIG_DFL, SIG_IGN and SIG_ERR do, or far above."""
+"""No function lies below this; SIG_DFL and SIG_IGN do, and SIG_ERR lies far above any function."""
 _GUARD = 64
 _UNTOUCHED = 0xA5
 
 
 class _Action(ctypes.Structure):
-    """The C library's `struct sigaction`, as glibc has it on both processors, and a guard behind it."""
+    """The C library's `struct sigaction`, as glibc has it on both processors, and a guard after it."""
 
     _fields_ = [
         ("handler", ctypes.c_uint64),
@@ -137,11 +137,11 @@ class _Action(ctypes.Structure):
 
 
 class _Native:
-    """The C library's functions, and the slots. One for a process."""
+    """The C library's functions, and the slots. There is one per process."""
 
     def __init__(self, code: Callable[[int, int], bytes]) -> None:
         libc: Any = ctypes.CDLL(None, use_errno=True)
-        libc.gnu_get_libc_version  # noqa: B018 - an AttributeError where it is another C library
+        libc.gnu_get_libc_version  # noqa: B018 - an AttributeError if this is another C library
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -189,14 +189,14 @@ class _Native:
         return handler in self._stubs.values()
 
     def stub(self, number: int, target: int) -> int:
-        """Instructions for this signal and the handler to go on to, in memory of their own."""
+        """Instructions for this signal and the handler to jump to, in their own memory."""
         if (number, target) not in self._stubs:
             at = self._memory()
             code = self._code(self._slots + 8 * number, target)
             ctypes.memmove(at, code, len(code))
             if self._libc.mprotect(at, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
                 problem = ctypes.get_errno()
-                self._libc.munmap(at, mmap.PAGESIZE)  # nothing has ever been told of it
+                self._libc.munmap(at, mmap.PAGESIZE)  # nothing refers to it yet
                 raise OSError(problem, "memory cannot be made executable")
             if self._flush is not None:
                 self._flush(at, at + len(code))
@@ -211,7 +211,7 @@ _unfit = ""
 def watch(number: int) -> bool:
     """From here on `take` knows who sends this signal, until somebody calls `signal.signal` for it again.
 
-    To be called in the main thread, right after `signal.signal` with a function. False where that cannot be.
+    To be called in the main thread, right after `signal.signal` with a function. False if it is not possible.
     """
     global _unfit
     try:
@@ -250,13 +250,13 @@ def _get_native() -> _Native:
     if _native is None:
         code = CODE.get(platform.machine())
         if code is None or sys.platform != "linux" or struct.calcsize("P") != 8 or sys.byteorder != "little":
-            raise ValueError(f"{platform.machine()} is none of the processors that this was made for")
+            raise ValueError(f"{platform.machine()} is not one of the processors that this was made for")
         _native = _Native(code)
     return _native
 
 
 def take(number: int) -> Origin | None:
-    """Who sent the first of these signals since it was last asked; None if that is not known."""
+    """Who sent the first of these signals since the last call; None if not known."""
     if _native is None:
         return None
     slot = _native.slot(number)
@@ -268,16 +268,16 @@ def take(number: int) -> Origin | None:
 
 
 class SeenSender(NamedTuple):
-    """A sender, and what was to be seen of its process when the signal was noticed."""
+    """A sender, and what could be seen of its process when the signal was noticed."""
 
     origin: Origin
     name: str
-    """Of the process; empty if it was gone, or if that id is another one's by now."""
+    """The process's name; empty if it was gone, or if its id belongs to another process by now."""
     ended: bool
 
 
 def seen(origin: Origin | None) -> SeenSender | None:
-    """Look at the sender while it may still be there. Waits for nothing, also within a signal's handler."""
+    """Look at the sender while it may still be there. Waits for nothing, even inside a signal handler."""
     if origin is None:
         return None
     if origin.code not in _HAS_PID or not origin.pid:
@@ -289,9 +289,9 @@ def seen(origin: Origin | None) -> SeenSender | None:
 
 
 def named(number: int, found: SeenSender | None, launcher: int | None = None) -> str:
-    """The sender in words, as in `SIGTERM from slurmstepd (pid 4242, root)`; empty if it is not known.
+    """The sender in words, as in `SIGTERM from slurmstepd (pid 4242, root)`; empty if not known.
 
-    `launcher`: the process id of this one's own launcher.
+    `launcher`: the process id of this process's own launcher.
     """
     if found is None:
         return ""
@@ -325,7 +325,7 @@ def _of_the_kernel(number: int, origin: Origin) -> str:
 
 
 def _asked(questions: dict[str, Callable[[], str]]) -> dict[str, str]:
-    """What is answered in time. A directory of users and the memory of another process may both hang."""
+    """The answers that came in time. A user directory and the memory of another process may both hang."""
     answers: dict[str, str] = {}
 
     def ask(name: str, question: Callable[[], str]) -> None:
@@ -336,7 +336,7 @@ def _asked(questions: dict[str, Callable[[], str]]) -> dict[str, str]:
         threading.Thread(target=ask, args=asked, name="holdfast-signal-sender", daemon=True)
         for asked in questions.items()
     ]
-    with contextlib.suppress(RuntimeError):  # the process table is full: it is told without
+    with contextlib.suppress(RuntimeError):  # the process table is full: the sender is described without it
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -356,7 +356,7 @@ _INTERPRETERS = ("python", "bash", "sh", "dash", "zsh", "ksh", "perl", "ruby", "
 
 
 def _script(found: SeenSender) -> str:
-    """What an interpreter runs: its own name says nothing. The rest of its command line may hold secrets."""
+    """What an interpreter runs: its own name says nothing. The rest of the command line may hold secrets."""
     if found.name.rstrip("0123456789.") not in _INTERPRETERS:
         return ""
     words = proc.arguments(found.origin.pid)
@@ -366,10 +366,10 @@ def _script(found: SeenSender) -> str:
 
 
 def _plain(text: str) -> str:
-    """Others choose their processes' names."""
+    """The text made harmless, because others choose the names of their processes."""
     return "".join(char if char.isprintable() else "?" for char in text.strip())[:LONGEST]
 
 
 def from_whom(sender: str) -> str:
-    """For a sentence: ` from SENDER`; empty if it is not known."""
+    """For a sentence: ` from SENDER`; empty if not known."""
     return f" from {sender}" if sender else ""

@@ -1,10 +1,10 @@
 """The control directory: the run's durable memory, and who may act on it.
 
-For the lease and its fence, attempts, decisions, lineage, standing, what operators asked, and the store
+For the lease and its fence, attempts, decisions, lineage, standing, what operators asked for, and the store
 behind it.
-Promises: a record is durable before anybody acts on it; who was cut off can no longer commit, delete or
+Promises: a record is durable before anybody acts on it; whoever was cut off can no longer commit, delete or
 decide.
-Never: change a record in place where it can be appended; take silence for consent.
+Never: change a record in place where one can be appended; take silence for consent.
 """
 
 from __future__ import annotations

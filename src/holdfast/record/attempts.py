@@ -1,7 +1,7 @@
 """Attempts: the numbered lives of a run, what each one left behind, and what it found out.
 
-The attempt's directory is its memory: who it was, which checkpoint it came from (its head), what failed,
-what was decided, how it ended. Together these are the history that recovery decides on.
+An attempt's directory is its memory: who it was, which checkpoint it came from (its head), what failed, what
+was decided, how it ended. Together these are the history that recovery decides on.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ log = logging.getLogger("holdfast")
 
 MAX_MESSAGE = 64 * 1024
 CRASHED = "crashed.json"
-"""An end that replaces the one that was written first."""
+"""An end that replaces the one written first."""
 _FAILURE_NAME = re.compile(r"rank_[0-9]{6,}\.json")
 
 
 ACCOUNT = "account.json"
-"""In an attempt's directory: what was told of its end."""
+"""In an attempt's directory: the account of its end."""
 
 
 def keep_account(control: ControlDirectory, account: Account) -> None:
-    """Beside the attempt that it is of, once. Raises ControlError."""
+    """Keep it with the attempt that it is about, once. Raises ControlError."""
     create_record(control.attempt(account.attempt) / ACCOUNT, account)
 
 
@@ -54,19 +54,19 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     launch: str
     """Launch id: all attempts of one `holdfast run`, or of one torchrun, share it."""
     started_with: str = ""
-    """What the launch started, as `launches.digest_of` tells it; empty if that is not known."""
+    """What the launch started, as a digest by `launches.digest_of`; empty if not known."""
     world_size: int
     started: float
     max_restarts: int | None = None
-    """`launch.max_restarts` as it was for this attempt; None without a launcher, or of an older release."""
+    """`launch.max_restarts` as it was for this attempt; None without a launcher, or from an older release."""
     nodes: list[str] = []
     """Its nodes in their plain order; empty without a launcher."""
     placement: str = ""
-    """Which rank ran on which device, as `policy.rotation.describe` says it."""
+    """Which rank ran on which device, in the words of `policy.placement.describe_devices`."""
     rotation: int = 0
     """The shift by which ranks were moved from the plain order."""
     told: int = 0
-    """The step that scripts without a Run had told by its start (`handover.progress`)."""
+    """The step that scripts without a Run had reported by its start (`launches.progress`)."""
 
 
 class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,20 +76,20 @@ class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str | None
     step: int
     source: str = ""
-    """Where it was read from, if it was asked for by path."""
+    """Where it was read from, if it was requested by path."""
 
 
 class FailureRecord(WorkerEnd, frozen=True, kw_only=True):
-    """One worker's end, as its agent saw it, with what people are told of it: the evidence that
-    `policy.diagnose` reads."""
+    """One worker's end, as its agent saw it, with details for people: the evidence that `policy.diagnose`
+    reads."""
 
     node: str
     pid: int
     at: float
     memory: MemoryKill | None = None
-    """What the kernel counted, where it killed this worker, or a process of its, for lack of memory."""
+    """What the kernel counted, if it killed this worker, or one of its processes, for lack of memory."""
     step: int | None = None
-    """The last step that such a one is known to have completed."""
+    """The last step that such a worker is known to have completed."""
 
 
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,14 +97,14 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
     """finished, failed, stopped or lost."""
     exit_code: int
     cause: str
-    """What `classify` said; empty unless failed."""
+    """What the diagnosis said; empty unless failed."""
     highest_step: int
-    """Highest step committed by anyone up to now."""
+    """The highest step that any attempt had committed by then."""
     at: float
 
 
 def attempt_numbers(control: ControlDirectory) -> list[int]:
-    """Every number ever given out, also to an attempt that died before it could write its record."""
+    """Every number ever given out, even to an attempt that died before it could write its record."""
     names = list_names(control.attempts)
     return sorted({int(name) for name in names if name.isascii() and name.isdigit()})
 
@@ -121,11 +121,11 @@ def begin_attempt(
     rotation: int = 0,
     started_with: str = "",
 ) -> AttemptRecord:
-    """Number the next attempt, durably, before any worker of it starts."""
-    told = told_progress(control.path)
+    """Number the next attempt, durably, before any of its workers starts."""
+    reported = told_progress(control.path)
     with fence.guard("begin an attempt"):
         number = max(attempt_numbers(control), default=0)
-        while True:  # ends at the first free number; a network file system's listing may be old
+        while True:  # until a number is free: a network file system's listing may be old
             number += 1
             record = AttemptRecord(
                 number=number,
@@ -138,7 +138,7 @@ def begin_attempt(
                 placement=placement,
                 rotation=rotation,
                 started_with=started_with,
-                told=told,
+                told=reported,
             )
             if create_record(control.attempt(number) / "attempt.json", record):
                 return record
@@ -167,15 +167,15 @@ def latest_head(control: ControlDirectory, *, before: int | None = None) -> Head
 
 
 def record_failure(control: ControlDirectory, attempt: int, failure: FailureRecord) -> None:
-    """Keep a worker's end as evidence; the first one of a rank stays. Not fenced: evidence harms nobody."""
+    """Keep a worker's end as evidence; a rank's first one stays. Not fenced: evidence harms nobody."""
     readable = failure.message.encode(errors="replace").decode()  # exception texts may hold stray bytes
     failure = msgspec.structs.replace(failure, message=readable[:MAX_MESSAGE])
     create_record(control.attempt(attempt) / "failures" / f"rank_{failure.rank:06d}.json", failure)
 
 
 def failures_of(control: ControlDirectory, attempt: int) -> list[FailureRecord]:
-    """What is known of the ends of an attempt's workers. A record that is damaged is told of and left out:
-    a run whose disk has lost one rank's last words is still to be decided on."""
+    """What is known about the ends of an attempt's workers. A damaged record is reported and left out: a run
+    whose disk has lost one rank's last words must still be decided on."""
     folder = control.attempt(attempt) / "failures"
     found = []
     for name in sorted(name for name in list_names(folder) if _FAILURE_NAME.fullmatch(name)):
@@ -195,9 +195,9 @@ def end_attempt(control: ControlDirectory, fence: Fence, number: int, end: EndRe
 
 
 def record_crash(control: ControlDirectory, number: int, end: EndRecord, failure: FailureRecord) -> None:
-    """The attempt's end was written before anyone could see the error that ended it: this is the later word.
+    """Correct an end that was written before anyone could see the error that ended the attempt.
 
-    Not fenced, as all evidence.
+    Not fenced, like all evidence.
     """
     record_failure(control, number, failure)
     create_record(control.attempt(number) / CRASHED, end)
@@ -232,15 +232,15 @@ def read_attempt(control: ControlDirectory, number: int) -> AttemptRecord:
 # stays.
 #
 # `attempts/<n>/settled.json`: verdicts on steps, by the ranks of that attempt and by whoever decided about
-# it. Every later attempt reads those of all attempts. Neither is fenced: it is evidence, and evidence harms
-# nobody. What cannot be read is left out: then a step is judged once more, which costs time and no
+# it. Every later attempt reads those of all attempts. Neither is fenced: both are evidence, and evidence
+# harms nobody. What cannot be read is left out: then a step is judged once more, which costs time but no
 # checkpoint.
 
 
 NAME = "rejection.json"
 SETTLED = "settled.json"
 MOST_SETTLED = 256
-"""Steps that one attempt keeps, the latest ones: it never grows beyond that, however many are dropped."""
+"""How many steps an attempt keeps, the latest ones: the file stays small, however many are dropped."""
 MOST_READ = 4 * MOST_SETTLED
 
 
@@ -260,14 +260,14 @@ def rejection_of(control: ControlDirectory, attempt: int) -> Rejection | None:
 
 
 def diagnosed(control: ControlDirectory, *, since: int, before: int) -> set[str]:
-    """The diagnostic saves that rejections have been recorded with, by name; of attempts from `since` on."""
+    """The names of the diagnostic saves that rejections were recorded with, in attempts from `since` on."""
     numbers = [one for one in attempt_numbers(control) if since <= one < before]
     found = (rejection_of(control, number) for number in numbers)
     return {one.diagnostic for one in found if one is not None and one.diagnostic}
 
 
 def record_settled(control: ControlDirectory, attempt: int, settled: Settled) -> None:
-    """Keep a verdict on a step, durably; what is kept already is not added again."""
+    """Keep a verdict on a step, durably; one that is already kept is not added again."""
     path = control.attempt(attempt) / SETTLED
     before = settled_in(control, attempt)
     if settled in before:
@@ -280,7 +280,7 @@ def record_settled(control: ControlDirectory, attempt: int, settled: Settled) ->
 
 
 def settled_steps(control: ControlDirectory) -> list[Settled]:
-    """All that was settled about steps, in the order in which it was; of very many the latest."""
+    """All that was settled about steps, in order; if there is very much of it, the latest."""
     found: list[Settled] = []
     for number in reversed(attempt_numbers(control)):
         found = [*settled_in(control, number), *found]
@@ -301,8 +301,8 @@ def settled_in(control: ControlDirectory, attempt: int) -> list[Settled]:
 
 # Transient faults, counted by the device on which they appeared, across attempts and launches.
 #
-# `transients/<node>/<device>/000001-step_<step>.json`; append-only, and not fenced: it is evidence. A record
-# that cannot be read counts as what its name says.
+# `transients/<node>/<device>/000001-step_<step>.json`; append-only, and not fenced, as they are evidence. A
+# record that cannot be read counts for what its name says.
 
 
 NO_DEVICE = "none"
@@ -321,7 +321,7 @@ class TransientRecord(msgspec.Struct, frozen=True, kw_only=True):
 def count_transient(
     control: ControlDirectory, place: Place, *, attempt: int, step: int, evidence: list[str]
 ) -> int:
-    """Keep it, durably; how many this device has by now."""
+    """Keep a transient fault, durably; how many this device has had by now."""
     record = TransientRecord(
         node=place.node, device=place.device, attempt=attempt, step=step, evidence=evidence, at=time.time()
     )
@@ -330,7 +330,7 @@ def count_transient(
 
 
 def transients_of(control: ControlDirectory, place: Place) -> int:
-    """How many were counted for this device, in all attempts."""
+    """How many transient faults were counted for this device, in all attempts."""
     return len(entries(_folder(control, place)))
 
 
@@ -339,7 +339,7 @@ def _folder(control: ControlDirectory, place: Place) -> Path:
 
 
 def _as_name(text: str) -> str:
-    """As a file's name; two names may share one only if they are very long."""
+    """Any text as a file name; two texts can share one only if they are very long."""
     name = quote(text, safe=" ")[:LONGEST_NAME] or NO_DEVICE
     return f"%2E{name[1:]}" if name.startswith(".") else name
 
@@ -349,7 +349,7 @@ def _as_name(text: str) -> str:
 
 FOLDER = "devices"
 MOST = 50
-"""Errors that are kept of one node: a broken device may report thousands."""
+"""How many errors are kept per node: a broken device may report thousands."""
 
 
 class DeviceErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -362,7 +362,7 @@ class DeviceErrors(msgspec.Struct, frozen=True, kw_only=True):
 def record_device_errors(
     control: ControlDirectory, attempt: int, node: str, errors: Sequence[DeviceError]
 ) -> None:
-    """Keep them, the first word of a node counting. Not fenced: evidence harms nobody."""
+    """Keep them; the first word of a node counts. Not fenced: evidence harms nobody."""
     if not errors:
         return
     record = DeviceErrors(node=node, errors=list(errors[:MOST]), more=max(0, len(errors) - MOST))
@@ -370,7 +370,7 @@ def record_device_errors(
 
 
 def device_errors_of(control: ControlDirectory, attempt: int) -> list[DeviceError]:
-    """What was kept. A record that cannot be read is left out: without it, too, a decision must be made."""
+    """What was kept. A record that cannot be read is left out: a decision must be made even without it."""
     folder = control.attempt(attempt) / FOLDER
     found: list[DeviceError] = []
     for name in sorted(name for name in list_names(folder) if name.endswith(".json") and name[0] != "."):

@@ -5,7 +5,7 @@ returns the same decision. It is written to the control directory first and then
 in the store, so whatever a process has read is already durable. Whoever does not learn it before the
 deadline, or can no longer reach the store, raises DecisionTimeoutError; it never chooses for itself.
 
-The store is any c10d store; decisions need only a few of its methods. Whoever only reads what was decided
+The store can be any c10d store; decisions need only a few of its methods. Whoever only reads what was decided
 needs no torch, so only the functions that reach other ranks import it.
 """
 
@@ -49,7 +49,7 @@ class DecisionStore(Protocol):
 
 
 def read_key(store: DecisionStore, key: str, timeout: float, what: str) -> bytes:
-    """Wait for a key by polling (a blocking `get` would hold the client for its other threads too)."""
+    """Wait for a key by polling (a blocking `get` would block the client for other threads too)."""
     deadline = time.monotonic() + timeout
     left = threading.Event()
 
@@ -64,7 +64,7 @@ def read_key(store: DecisionStore, key: str, timeout: float, what: str) -> bytes
     try:
         found = within(poll, timeout + 10 * POLL_SECONDS, what)
     finally:
-        left.set()  # nobody waits for it any more
+        left.set()  # nobody is waiting for it any more
     if found is None:
         raise DecisionTimeoutError(
             f"waited {timeout:g} s for {what} and did not learn it. The rank that should have answered "
@@ -76,9 +76,9 @@ def read_key(store: DecisionStore, key: str, timeout: float, what: str) -> bytes
 def await_key(
     store: DecisionStore, key: str, timeout: float, what: str, *, patience: float, given_up: Callable[[], str]
 ) -> bytes:
-    """Like `read_key`, but ends as soon as `given_up` says why the answer cannot come any more.
+    """Like `read_key`, but ends as soon as `given_up` says why the answer can no longer come.
 
-    `patience` is how long the store itself may take to answer.
+    `patience`: how long the store itself may take to answer.
     """
     deadline = time.monotonic() + timeout
     while not within(lambda: store.check([key]), patience, what):
@@ -98,15 +98,15 @@ def within(call: Callable[[], R], timeout: float, what: str) -> R:
     """Call the store, but not for longer than `timeout`, whatever the store does.
 
     TCPStore's own timeout does not cover `check` and `compare_set`: with its host stopped or cut off they
-    never return. So the call is made in a thread that may be left behind; its process ends soon. In a
-    restartable function that is to be left, it is left behind at once.
+    never return. So the call is made in a thread that may be left behind, as its process ends soon. In a
+    restartable function that has to be left, it is left behind at once.
     """
     started = time.monotonic()
     called = Bounded(call, "store")
     while not called.ended() and (left := started + timeout - time.monotonic()) > 0:
         called.ended(stretch(left))
     if not called.ended() and time.monotonic() - started > timeout + 1.0:
-        called.ended(timeout)  # this process did not run for a while, so the store had no time to answer
+        called.ended(timeout)  # this process did not run for a while, so the store had no chance to answer
     if not called.ended():
         raise DecisionTimeoutError(
             f"the store did not answer for {timeout:g} s while waiting for {what}. Its host is stopped or "
@@ -123,7 +123,7 @@ def within(call: Callable[[], R], timeout: float, what: str) -> R:
 
 
 def decision_path(control: ControlDirectory, attempt: int, name: str) -> Path:
-    """Where a decision of an attempt is kept."""
+    """Where an attempt's decision is kept."""
     return control.attempt(attempt) / "decisions" / f"{name}.json"
 
 
@@ -147,9 +147,9 @@ class Decisions:
         self._prefix = f"decision/{attempt}"
 
     def decide(self, name: str, kind: type[D], choose: Callable[[], D]) -> D:
-        """Choose and fix. Several may call this; the first durable choice is everybody's.
+        """Choose and fix. Several may call this; the first durable choice counts for everybody.
 
-        `choose` is not called when a durable choice exists already.
+        `choose` is not called if a durable choice already exists.
         """
         key = self._key(name)
         path = decision_path(self._control, self._attempt, name)
@@ -175,7 +175,7 @@ class Decisions:
     def await_decision(
         self, name: str, kind: type[D], timeout: float, given_up: Callable[[], str] | None = None
     ) -> D:
-        """Learn what was decided, or raise DecisionTimeoutError; at once when `given_up` says why."""
+        """Learn what was decided, or raise DecisionTimeoutError; at once if `given_up` says why."""
         what = f"the decision {name!r}"
         if given_up is None:
             raw = read_key(self._store, self._key(name), timeout, what)

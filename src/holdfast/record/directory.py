@@ -1,4 +1,4 @@
-"""The control directory: where a run keeps what must outlive every process of it.
+"""The control directory: where a run keeps what must outlive all of its processes.
 
 ```
 run.json                     the run's id; written once
@@ -8,12 +8,12 @@ standing/<checkpoint id>/    one file a record (see standing.py)
 operator/, exclusions/       what people asked for (see operator.py), what is kept out (see there)
 skips/                       data that is left out (see operator.py)
 origin/                      where the run was told to begin (see launches.py)
-progress/                    how far a script without Run says it is (see launches.py)
+progress/                    how far a script without Run says it has got (see launches.py)
 journal/                     one file a writer
 reserve                      room for what has to be written once the disk is full
 ```
 Every record is created once, whole, and never changed; the newest number wins. So any process may read at
-any time, and two that race are told apart by who could create the file.
+any time, and if two race, the one that could create the file has won.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ RUN_RECORD = "run.json"
 MAX_RECORD_BYTES = 4 * 1024 * 1024
 RESERVE = "reserve"
 RESERVE_BYTES = 256 * 1024
-"""Some records and a few hundred lines of the journal: an end with its account takes a tenth of it."""
+"""Room for some records and a few hundred journal lines: an end with its account takes a tenth of it."""
 ROOM_FOR_RESERVE = 64 * RESERVE_BYTES
-"""With less room than that nothing is set aside: the run may need it."""
+"""With less room than this nothing is set aside: the run may need it."""
 
 T = TypeVar("T")
 
@@ -71,9 +71,9 @@ def read_record(path: Path, kind: type[T]) -> T | None:
 def create_record(
     path: Path, record: msgspec.Struct | dict[str, Any], kind: type[msgspec.Struct] | None = None
 ) -> bool:
-    """Create a record once; False if it is there already. One that could not be read back is refused.
+    """Create a record once; False if it already exists. One that could not be read back is refused.
 
-    `kind`: as which it is read, if not as what is given.
+    `kind`: the type that it is read as, if not that of `record`.
     """
     try:
         raw = msgspec.json.encode(record) + b"\n"
@@ -94,7 +94,7 @@ def create_record(
 
 
 def list_names(path: Path) -> list[str]:
-    """Names in a directory, [] if it does not exist. (`Path.glob` would hide a permission error.)"""
+    """The names in a directory; [] if it does not exist. (`Path.glob` would hide a permission error.)"""
     try:
         return os.listdir(path)
     except FileNotFoundError:
@@ -142,7 +142,7 @@ class ControlDirectory:
         return cls.open(path), created
 
     def set_room_aside(self) -> None:
-        """Keep a little room, so that the end of a run can be written down on a disk that is full by then."""
+        """Reserve a little room, to record the end of a run in even if the disk is full by then."""
         path = self.path / RESERVE
         with contextlib.suppress(OSError):
             room = os.statvfs(self.path)
@@ -157,7 +157,8 @@ class ControlDirectory:
                 part.unlink(missing_ok=True)
 
     def give_room_up(self) -> None:
-        """The disk is full, and whoever filled it is gone or ended: what is left to write has room again."""
+        """Free the reserved room: the disk is full, and whoever filled it is gone or has ended. What is left
+        to write has room again."""
         with contextlib.suppress(OSError):
             (self.path / RESERVE).unlink(missing_ok=True)
 
@@ -166,8 +167,8 @@ class ControlDirectory:
 #
 # Guarantee: a record is created once, whole and durably, and never changed or removed. The file's name alone
 # says what the record is (its word), so one whose contents are damaged still counts for what it is. Writers
-# on several nodes need not know of each other: two that take the same number with different words both stand,
-# and the reader says which of them counts.
+# on several nodes need not know of each other: if two take the same number with different words, both records
+# stand, and the reader decides which of them counts.
 
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -177,21 +178,21 @@ _NAME = re.compile(r"([0-9]{6,18})-(.*)\.json")
 
 class RecordEntry(NamedTuple):
     number: int
-    """0 if the name does not tell: such a one may be the newest."""
+    """0 if the name does not tell: such a record may be the newest."""
     word: str
     path: Path
 
 
 def append(folder: Path, word: str, record: msgspec.Struct) -> int:
-    """Add a record after all that are there; its number."""
+    """Add a record after all existing ones; returns its number."""
     number = max((entry.number for entry in entries(folder)), default=0) + 1
     while not create_record(folder / f"{number:06d}-{word}.json", record):
-        number += 1  # somebody else has just taken it; a network file system's listing may also be old
+        number += 1  # somebody else has just taken it, or a network file system's listing is old
     return number
 
 
 def entries(folder: Path) -> list[RecordEntry]:
-    """What is there, in the order of the numbers."""
+    """The existing records, in the order of their numbers."""
     found: list[RecordEntry] = []
     for name in list_names(folder):
         if match := _NAME.fullmatch(name):
@@ -202,7 +203,7 @@ def entries(folder: Path) -> list[RecordEntry]:
 
 
 def contents(entry: RecordEntry, kind: type[R]) -> R | None:
-    """What a record says; None if that cannot be read, which must not make its name worth less."""
+    """What a record says; None if that cannot be read. Its name counts for as much as before even then."""
     try:
         return read_record(entry.path, kind)
     except ControlError:

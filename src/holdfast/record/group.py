@@ -1,22 +1,22 @@
 """Who a rank is and how ranks reach each other: their group, and the store that an agent hosts for them.
 
-The store is for decisions; the process group is for the planning of DCP and for saves only. It is a group of
-its own on gloo, because the collectives of DCP must never mix with those of training. Only what reaches other
-ranks imports torch: to know who a rank is takes none.
+The store is for decisions; the process group is only for DCP's planning and for saves. It is a separate group
+on gloo, because the collectives of DCP must never mix with those of training. Only what reaches other ranks
+imports torch: to know who a rank is takes none.
 
 A hosted store lives in no rank: an agent or a keeper hosts it, and ranks meet in it as its clients.
 Guarantee: every attempt of the launcher has a store of its own, hosted by the leading agent. Nothing that an
 earlier attempt wrote can be read in it, and its port cannot be lost to somebody else between being chosen
 and being used, because the listening socket is handed over rather than closed and opened again. It listens
-at the address it was given only, as far as that is one of this machine's.
+only at the address it was given, if that is one of this machine's.
 
-Anybody who reaches that address can connect, and torch's server neither asks who it is nor bounds how many
-come. So it runs with a table of open files of its own: however many connect, the process that hosts it can
-still open its own. Connections that never say a word are cut after a few seconds, and earlier when they are
-many (`secret.to_cut`). What agents read from a store is proven by its seal, not by who connected.
+Anybody who reaches that address can connect, and torch's server neither asks who connects nor limits how many
+do. So it runs with its own table of open files: however many connect, the process that hosts it can still
+open files of its own. Connections that never say a word are cut after a few seconds, and earlier when there
+are many (`secret.to_cut`). What agents read from a store is proven by its seal, not by who connected.
 
-torch's agent shares one store among all attempts without a prefix, so that restarted gloo ranks read the
-addresses of their dead predecessors; and without sharing, the store lives in rank 0 and dies with it.
+torch's agent shares one store among all attempts without a prefix, so restarted gloo ranks read the addresses
+of their dead predecessors; without sharing, the store lives in rank 0 and dies with it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Group:
     process_group: dist.ProcessGroup | None
     """None when this rank is alone."""
     backend: str = ""
-    """Of the training group, for the record."""
+    """The backend of the training group, for the record."""
 
     @property
     def is_coordinator(self) -> bool:
@@ -62,7 +62,7 @@ class Group:
 
 
 def join_group(timeout: float) -> Group:
-    """The group as it is now. All ranks call this together, after torch's own set-up."""
+    """The group as it is now. All ranks call this together, after torch's own setup."""
     import torch.distributed as dist
 
     from holdfast.base import default_store
@@ -87,16 +87,16 @@ def join_group(timeout: float) -> Group:
 def _new_group(timeout: float) -> dist.ProcessGroup:
     import torch.distributed as dist
 
-    with leavable():  # torch waits for all ranks here; what it leaves behind goes with all other groups
+    with leavable():  # torch waits for all ranks here; what it leaves behind goes when all groups go
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         return group
 
 
 def leave_group(group: Group) -> Group:
-    """End the group made for saves, on all ranks alike, after the last one; what is left is this rank alone.
+    """End the group made for saves, on all ranks alike, after the last save; what is left is this rank alone.
 
-    It must not live on until the interpreter ends: the threads of a gloo group that is alive then may need
-    the interpreter once more, and abort the process after all its work is done.
+    It must not live on until the interpreter ends: the threads of a gloo group that is still alive then may
+    need the interpreter once more, and abort the process after all its work is done.
     """
     if group.process_group is not None:
         import torch.distributed as dist
@@ -108,8 +108,8 @@ def leave_group(group: Group) -> Group:
 
 # The few exchanges that a save needs between ranks, over the group made for saves.
 #
-# `add_up` is the one that every save makes: a handful of integers, summed over all ranks. The others run only
-# when something has changed or failed. None of them ever touches a group of the training.
+# Every save makes `add_up`: a handful of integers, summed over all ranks. The others run only when something
+# has changed or failed. None of them ever touches one of training's own groups.
 
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ _WRAP = 1 << 64
 
 
 def add_up(group: Group, numbers: Sequence[int]) -> list[int]:
-    """Each number's sum over all ranks, modulo 2^64, as signed; every rank gets the same."""
+    """Each number's sum over all ranks, modulo 2^64 and signed; every rank gets the same."""
     own = [_signed(number) for number in numbers]
     if group.process_group is None:
         return own
@@ -147,7 +147,7 @@ def gather(group: Group, value: T) -> list[T] | None:
 
 
 def scatter(group: Group, values: list[T] | None) -> T:
-    """This rank's value of those that rank 0 gives."""
+    """This rank's value, out of those that rank 0 gives."""
     if group.process_group is None:
         assert values is not None
         return values[0]
@@ -173,23 +173,23 @@ def share(group: Group, value: T) -> list[T]:
 
 CONNECT_TIMEOUT = 60.0
 AGAIN = 0.5
-"""Seconds before a client that was turned away tries again."""
+"""Seconds until a client that was turned away tries again."""
 PARTING = 5.0
 SWEEP = 1.0
-"""Seconds between two looks at the connections."""
+"""Seconds between two checks of the connections."""
 GAP = 64
-"""Numbers beyond the highest in use that are looked at: the kernel gives a new file the lowest free one."""
+"""How far to look beyond the highest descriptor in use: the kernel gives a new file the lowest free one."""
 _CLOSE_RANGE, _UNSHARE_FILES, _ALL = 436, 2, 0xFFFFFFFF
 _CLONE_FILES = 0x400
 _RECEIVED = 128
-"""Where in Linux's struct tcp_info the number of bytes is that have arrived."""
+"""Where Linux's struct tcp_info has the number of bytes received."""
 
 
 class HostedStore:
-    """Hosts a TCPStore until closed. Ranks, and whoever hosts it, only ever are its clients."""
+    """Hosts a TCPStore until closed. The ranks, and the process that hosts it, are only ever its clients."""
 
     def __init__(self, address: str, port: int = 0, *, alone: bool = False) -> None:
-        """`port`: 0 for a free one. Raises OSError where it is taken. `alone`: no other node looks for it."""
+        """`port`: 0 for a free one; raises OSError if it is taken. `alone`: no other node looks for it."""
         import torch.distributed  # noqa: F401 - not in the thread, whose files are its own
 
         self._listening = listen(port, address, alone=alone)
@@ -198,8 +198,8 @@ class HostedStore:
         self._apart = False
         self._error: BaseException | None = None
         self._ready, self._end = threading.Event(), threading.Event()
-        # Everything that concerns the server happens on this thread: elsewhere the numbers of its files mean
-        # other files.
+        # Everything that concerns the server happens on this thread: on others its descriptors mean different
+        # files.
         self._thread = threading.Thread(target=self._serve, name="holdfast-store", daemon=True)
         self._thread.start()
         in_time = self._ready.wait(CONNECT_TIMEOUT)
@@ -220,7 +220,7 @@ class HostedStore:
     def _serve(self) -> None:
         from torch.distributed import TCPStore
 
-        # A handler writes to a file of this process by its number, which here may be a stranger's connection.
+        # A signal handler writes to a descriptor of this process, which here may be a stranger's connection.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         descriptor, host = self._listening.fileno(), self._listening.getsockname()[0]
         unspecified = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
@@ -234,7 +234,7 @@ class HostedStore:
                 timeout=timedelta(seconds=CONNECT_TIMEOUT),
                 master_listen_fd=descriptor,
             )
-        except BaseException as error:  # noqa: BLE001 - for who waits
+        except BaseException as error:  # noqa: BLE001 - for whoever waits
             self._error = error
             return
         finally:
@@ -247,14 +247,14 @@ class HostedStore:
 
 
 def _take_files_apart(keep: int) -> bool:
-    """Give this thread, and those that it starts, open files of its own: `keep`, and where errors are told.
+    """Give this thread, and those that it starts, their own open files: `keep`, and standard error.
 
-    False where the kernel does not let us (Linux before 5.9 in a container): they stay shared.
+    False where the kernel does not allow it (Linux before 5.9 in a container): the files stay shared.
     """
     if not _unshare_files(keep):
         return False
     nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1):  # who reads what this process writes must see the end of it
+    for standard in (0, 1):  # whoever reads what this process writes must see when it ends
         os.dup2(nothing, standard)
     os.close(nothing)
     return True
@@ -277,17 +277,17 @@ def _unshare_files(keep: int) -> bool:
 
 
 class _Doorkeeper:
-    """Cuts connections to a port of ours that never say a word: who wants something of a store says so.
+    """Cuts connections to a port of ours that never say a word: a client that wants something says so.
 
-    Opens no file, because there may be none left to open: it looks at one number after the other.
+    It opens no file, because there may be none left to open: it looks at one descriptor after another.
     """
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._since: dict[int, float] = {}
-        """By inode."""
+        """When a silent connection was first seen, by inode."""
         self._others: set[int] = set()
-        """Inodes of what need not be looked at again: of a store of ten thousand ranks nearly all."""
+        """Inodes that need not be looked at again: in a store with ten thousand ranks, nearly all."""
         self._highest = 0
 
     def look(self) -> None:
@@ -313,11 +313,11 @@ class _Doorkeeper:
         self._since, self._others = since, others
         for descriptor in to_cut(silent, now):
             with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-                connection.shutdown(socket.SHUT_RDWR)  # the server, whose it is, sees the end and closes it
+                connection.shutdown(socket.SHUT_RDWR)  # the server that owns it sees the end and closes it
 
 
 def _silent_client(descriptor: int, port: int) -> str:
-    """The address at the other end of a connection to this port that has sent nothing so far; else empty."""
+    """The address of a client that has connected to this port and sent nothing so far; else empty."""
     try:
         with _borrowed(descriptor) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -358,7 +358,7 @@ def connect(address: str, port: int, timeout: float = CONNECT_TIMEOUT) -> TCPSto
                 timeout=timedelta(seconds=max(0.1, deadline - time.monotonic())),
             )
         except RuntimeError:
-            # A crowd of strangers may have taken the last place, until they are cut.
+            # A crowd of strangers may have taken the last place, until their connections are cut.
             if time.monotonic() + AGAIN >= deadline:
                 raise
             time.sleep(AGAIN)
@@ -367,9 +367,9 @@ def connect(address: str, port: int, timeout: float = CONNECT_TIMEOUT) -> TCPSto
 def listen(port: int = 0, address: str = "", *, alone: bool = False) -> socket.socket:
     """A listening socket, on a free port unless one is given, at the address that others will use.
 
-    At every address, of both families where there are two, if none is given, or if it says nothing certain:
-    a name that means several of them, or none of this machine's own (a service's), or only the machine itself
-    although others look for it (they do not if this one is `alone`).
+    It listens at every address, of both families if there are two, if none is given, or an ambiguous one: a
+    name that means several addresses, or none of this machine's own (a service's), or only the loopback
+    although others look for it (they do not if this node is `alone`).
     """
     if (host := _own_address(address, alone=alone)) is not None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -381,7 +381,7 @@ def listen(port: int = 0, address: str = "", *, alone: bool = False) -> socket.s
 
 
 def _own_address(address: str, *, alone: bool) -> str | None:
-    """The one address of this machine that a name or an address means; None if that is not certain."""
+    """The one address of this machine that a name or an address means; None if that is ambiguous."""
     if not address:
         return None
     if address == "localhost":
@@ -394,7 +394,7 @@ def _own_address(address: str, *, alone: bool) -> str | None:
     if len(found) != 1 or not all(can_bind(one) for one in found):
         return None
     [one] = found
-    # Debian gives a machine's own name an address of the loopback, by which nobody else finds it.
+    # Debian gives a machine's own name a loopback address, by which nobody else can find it.
     return one if given or not ipaddress.ip_address(one.partition("%")[0]).is_loopback else None
 
 
@@ -410,7 +410,7 @@ def can_bind(address: str) -> bool:
 
 
 def reachable_address(address: str, nodes: int) -> str:
-    """`address`, or the loopback address when a single node cannot resolve its own name."""
+    """`address`, or the loopback address if a single node cannot resolve its own name."""
     if nodes > 1:
         return address
     try:

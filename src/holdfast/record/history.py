@@ -1,8 +1,8 @@
 """The run's records as the history that recovery decides on.
 
-Guarantee: what was found out about an attempt is written once, with its decision, and read again as it was;
-an attempt of an older release, or one that died with its launcher, is history too, with what is known of it:
-what it had committed by then is progress, whoever saw its end.
+Guarantee: what was found out about an attempt is written once, with its decision, and read back unchanged; an
+attempt of an older release, or one that died with its launcher, is history too, with what is known about it:
+what it had committed by then is progress, even if nobody saw its end.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LAUNCHER_ENDED = "the launcher on "
 
 
 def keep_incident(control: ControlDirectory, failed: PastAttempt, decision: Decision) -> None:
-    """Write down what an attempt's failure was and what was decided; the first word stays."""
+    """Write down what an attempt's failure was and what was decided about it; the first word stays."""
     fields = msgspec.to_builtins(_with(failed, decision))
     create_record(control.attempt(failed.number) / INCIDENT, fields | fields.pop("decided"), PastAttempt)
 
 
 def _kept_incident(control: ControlDirectory, number: int) -> PastAttempt | None:
-    """As it was written: flat, the findings among the attempt's own fields."""
+    """The incident as it was written: flat, with the findings among the attempt's own fields."""
     path = control.attempt(number) / INCIDENT
     past, decided = read_record(path, PastAttempt), read_record(path, Findings)
     if past is None or decided is None:
@@ -58,17 +58,17 @@ def _with(attempt: PastAttempt, decision: Decision) -> PastAttempt:
 
 
 def rung_of(head: HeadRecord | None) -> str:
-    """What an attempt came from, by the name that it has on the ladder; empty for a fresh start."""
+    """What an attempt came from, by its name on the ladder; empty for a fresh start."""
     if head is None:
         return ""
     if head.source:
         return Path(head.source).name
-    # As `checkpoint.identity` writes it, which this room is below.
+    # As `checkpoint.identity` writes it, which this room may not import.
     return f"step_{head.step:08d}-{head.checkpoint}" if head.checkpoint is not None else ""
 
 
 def was_kept(control: ControlDirectory, number: int) -> bool:
-    """Whether all that was decided about an attempt has been written down."""
+    """Whether everything that was decided about an attempt has been written down."""
     return (control.attempt(number) / INCIDENT).exists()
 
 
@@ -77,7 +77,7 @@ def past_attempts(control: ControlDirectory, *, before: int | None = None) -> li
     known = ends_of(control)
     sent = origin_attempts(control) | pin_attempts(control)
     saves = any(saved_by(control, record.number) for record, _ in known)
-    # What its script told is known of a lost attempt by the start of the next one.
+    # What a lost attempt's script had reported was recorded at the start of the next attempt.
     reached = [] if saves else [record.told for record, _ in known[1:]] + [told_progress(control.path)]
     found = []
     for index, (record, end) in enumerate(known):
@@ -131,7 +131,7 @@ def _of_record(record: AttemptRecord, outcome: str, **known: Any) -> PastAttempt
 
 
 def _measured(control: ControlDirectory, past: PastAttempt, sent: Collection[int]) -> PastAttempt:
-    """With what an attempt's progress is measured by: what it saved, and whether it was sent somewhere."""
+    """An attempt with what its progress is measured by: what it saved, and whether it was sent somewhere."""
     saved = _committed(control, saved_by(control, past.number))
     return msgspec.structs.replace(past, saved=saved, sent=past.number in sent)
 
@@ -179,18 +179,18 @@ def _as_known(control: ControlDirectory, record: AttemptRecord, end: EndRecord |
 
 
 def _committed(control: ControlDirectory, saved: list[Saved]) -> int:
-    """The highest step that is known to have been committed and is not under suspicion; 0 if none is."""
+    """The highest step that is known to have been committed and is not suspect or condemned; 0 if none is."""
     book = StandingBook(control)
     refused = (Standing.SUSPECT, Standing.CONDEMNED)
-    # By its id, from this run's own records: the checkpoints' storage may be what has failed.
+    # By id, from this run's own records: the checkpoints' storage may be what failed.
     good = (step for step, id, done in reversed(saved) if done and book.of(id) not in refused)
     return next(good, 0)
 
 
 def refused_launch(control: ControlDirectory, started_with: str, launches: Collection[str]) -> str:
-    """Why a launch is not begun, and what lets it in; empty if it may be.
+    """Why a launch is refused, and what would let it in; empty if it may begin.
 
-    `launches`: the ids that it has, and had. Only its first attempt is looked at: those after it are
+    `launches`: the ids that it has, and has had. Only its first attempt is looked at: later ones are
     restarts, which have budgets of their own.
     """
     history = past_attempts(control)
@@ -207,7 +207,7 @@ def refused_launch(control: ControlDirectory, started_with: str, launches: Colle
 
 
 def last_decision(control: ControlDirectory) -> tuple[int, Decision | None]:
-    """The newest attempt (0: none yet) and what was decided about it; None if nothing was, or had to be."""
+    """The newest attempt (0: none yet) and what was decided about it; None if nothing was or had to be."""
     newest = next((record for record, _ in reversed(ends_of(control))), None)
     if newest is None:
         return 0, None
@@ -217,9 +217,9 @@ def last_decision(control: ControlDirectory) -> tuple[int, Decision | None]:
 def avoided(control: ControlDirectory) -> list[str]:
     """Checkpoints that the next attempt must not use, whoever starts it.
 
-    The decision about the newest attempt repeats what those before it avoided, as long as there was no
-    progress. If nothing was decided about that attempt (it was stopped, or died with its launcher), what was
-    avoided since the last progress still is. An operator who resets the budget does not change that.
+    The decision about the newest attempt repeats what earlier ones avoided, as long as there was no progress.
+    If nothing was decided about that attempt (it was stopped, or died with its launcher), what was avoided
+    since the last progress still is. An operator who resets the budget does not change that.
     """
     _, decided = last_decision(control)
     if decided is not None:

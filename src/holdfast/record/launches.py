@@ -1,22 +1,22 @@
 """How a run was started, so that it can be started again, and what the launcher hands to its workers.
 
-Every `holdfast run` leaves a record, one file a node, replaced in one step by the next launch there:
+Every `holdfast run` leaves a record, one file per node, replaced in one step by the next launch there:
 
 ```
 launches/<node>.json
-origin/000001-<digest>.json   where the run was told to begin, each time it was told something else
+origin/000001-<digest>.json   where the run was told to begin, each time that changed
 ```
-Guarantee: a launch is never held up or ended by its record; what cannot be written is a warning. It tells
-people and `holdfast recover` what to run, and the launcher whose run the default run directory holds. Of the
-environment only names are kept, because values may be secrets; a command line is kept as it was given, as
-every process listing shows it.
+Guarantee: a launch is never held up or ended by its record; what cannot be written is a warning. The record
+tells people and `holdfast recover` what to run, and tells the launcher whose run the default run directory
+holds. Only the names of environment variables are kept, because values may be secrets; a command line is kept
+as it was given, because every process listing shows it anyway.
 
-The origin is decided on: `checkpoint.resume_from` is followed once, and again only when it has changed or
-somebody insists. A record of it that nobody can read still counts, by its name.
+The origin takes part in decisions: `checkpoint.resume_from` is followed once, and again only when it has
+changed or somebody insists. A record of it that nobody can read still counts, by its name.
 
-`digest_of` is what the bound on launches goes by (`policy.budgets`): two launches are of the same thing if
+`digest_of` is what the bound on launches compares (`policy.budgets`): two launches are of the same thing if
 the script, the Python files beside it, its arguments, the configuration files that these name, and the
-settings are the same. Whoever mended one of them starts something else.
+settings are the same. Whoever has fixed one of them starts something else.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from holdfast.process import job_of
 from holdfast.record.directory import ControlDirectory, append, contents, entries, read_record
 from holdfast.record.lease import Fence
 
-# What the launcher hands to its workers: HOLDFAST_LAUNCH, one environment variable, as JSON; and the other
-# way, what a script without `Run` tells the launcher: how far it is, in the file that HOLDFAST_PROGRESS
-# names.
+# What the launcher hands to its workers: HOLDFAST_LAUNCH, one environment variable, as JSON; and in the other
+# direction, what a script without `Run` reports to the launcher: how far it has got, in the file that
+# HOLDFAST_PROGRESS names.
 #
-# It is not a setting: a worker that finds it was started by `holdfast run`, belongs to the attempt it names,
-# and acts under that attempt's epoch. Everything else a worker needs it finds in the settings.
+# HOLDFAST_LAUNCH is not a setting: a worker that finds it was started by `holdfast run`, belongs to the
+# attempt it names, and acts under that attempt's epoch. Everything else a worker needs is in the settings.
 
 
 log = logging.getLogger("holdfast")
@@ -57,13 +57,13 @@ log = logging.getLogger("holdfast")
 VARIABLE = "HOLDFAST_LAUNCH"
 PROGRESS = "HOLDFAST_PROGRESS"
 FURTHEST = 999_999_999_999
-"""No step is higher: a number beyond it is no step."""
+"""No step is higher: a larger number is not a step."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_handover(environ: Mapping[str, str], variable: str, kind: type[S]) -> S | None:
-    """What the launcher has handed over in a variable; None if nothing."""
+    """What the launcher handed over in a variable; None if nothing."""
     raw = environ.get(variable)
     if not raw:
         return None
@@ -90,13 +90,13 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     command_line: dict[str, str] = {}
     """Settings given on the command line: dotted key → text, as `config.load` takes them."""
     directory: str = ""
-    """Where `holdfast run` was started: relative paths in settings are meant from there, wherever a script is
-    by then. Empty if that is not known."""
+    """Where `holdfast run` was started: relative paths in settings count from there, wherever a script is by
+    then. Empty if not known."""
     lease_ttl: float = 30.0
     orders: Orders = Orders()
-    """What recovery told this attempt to do in another way."""
+    """What recovery told this attempt to do differently."""
     restarts_left: int | None = None
-    """Restarts without progress that are left after this one; None if that is not known."""
+    """How many restarts without progress are left after this one; None if not known."""
     device: str = ""
     """What the launcher calls this worker's device; empty where a node has none to tell apart."""
     monitor: str = ""
@@ -108,7 +108,7 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
         return read_handover(environ, VARIABLE, cls)
 
     def base(self) -> Path | None:
-        """What relative paths are meant from, if that is not the directory that this process is in."""
+        """What relative paths count from, if that is not the current directory of this process."""
         return Path(self.directory) if self.directory else None
 
     def to_environment(self) -> dict[str, str]:
@@ -116,11 +116,11 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None) -> Path | None:
-    """The settings file of a script, which may name it or be handed it, but not two of them."""
+    """The settings file of a script, which may name one or be handed one, but not two different ones."""
     given = launched.config if launched is not None else ""
     if file is not None and launched is not None and launched.directory:
-        there = Path(launched.directory, file)  # the script may have changed its directory
-        file = there if str(there) == given or not Path(file).exists() else file
+        path = Path(launched.directory, file)  # the script may have changed its directory
+        file = path if str(path) == given or not Path(file).exists() else file
     if file is not None and given and Path(file).absolute() != Path(given).absolute():
         raise ConfigError(
             f"two settings files: the script reads {os.fspath(file)}, `holdfast run` was given {given}. "
@@ -131,10 +131,10 @@ def one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None)
 
 
 def progress(step: int) -> None:
-    """For a script that saves by itself, without `Run`: a restart would go on from this step.
+    """For a script that saves by itself, without `Run`: report that a restart would go on from this step.
 
-    Call it after each save, on any rank. Under `holdfast run` restarts are paid back when the highest step
-    ever told rises; elsewhere this does nothing. The same without Python: `echo 120 > "$HOLDFAST_PROGRESS"`.
+    Call it after each save, on any rank. Under `holdfast run`, restarts are refunded when the highest step
+    ever reported rises; elsewhere this does nothing. Without Python: `echo 120 > "$HOLDFAST_PROGRESS"`.
     """
     path = os.environ.get(PROGRESS)
     if not path:
@@ -143,17 +143,17 @@ def progress(step: int) -> None:
         if not 0 <= step <= FURTHEST:
             raise ValueError(f"a step is a whole number from 0 to {FURTHEST}")
         replace_atomic(Path(path), f"{int(step)}\n".encode())
-    except (OSError, TypeError, ValueError) as error:  # no reason to end a training
+    except (OSError, TypeError, ValueError) as error:  # not a reason to end training
         log.warning("holdfast: step %r could not be told to the launcher: %s", step, error)
 
 
 def progress_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank tells how far it is; one file a rank for the whole run, so that the highest counts."""
+    """Where a rank reports its progress: one file per rank for the whole run, so that the highest counts."""
     return run_dir / "progress" / f"rank_{rank:06d}"
 
 
 def told_progress(run_dir: Path) -> int:
-    """The highest step that any rank told; 0 if none did. What is not a step is not counted."""
+    """The highest step that any rank reported; 0 if none did. Anything that is not a step is ignored."""
     highest = 0
     try:
         names = os.listdir(run_dir / "progress")
@@ -171,13 +171,13 @@ ORIGIN = "origin"
 TOGETHER = 600.0
 """Seconds within which the nodes of one launch are started."""
 READ = 16
-"""Records that are read."""
+"""How many records are read."""
 MOST_ENTRIES = 4000
-"""Names that are looked at beside a script; one that lies in a heap of data costs no more than this."""
+"""How many names are looked at beside a script: a script in a heap of data must not cost more than this."""
 LARGEST_FILE = 1024 * 1024
-"""Bytes of a file that counts: code and settings are small, and what is larger is data."""
+"""Bytes of the largest file that counts: code and settings are small, and anything larger is data."""
 CONFIGURATION = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".ini", ".cfg", ".sh"})
-"""What a file that an argument names must be called to count: others may be what the script writes."""
+"""The suffixes with which a file named in an argument counts: others may be written by the script."""
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.-]")
 _RELEVANT = re.compile(
     r"(HOLDFAST|NCCL|GLOO|UCX|FI|PET|MKL|TORCH|TORCHELASTIC|CUDA|HSA|ROCR|HIP|MASTER)_.*"
@@ -190,7 +190,7 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One `holdfast run` on one node. What an older release did not record has its default."""
 
     launch: str
-    """Its id, as this node proposed it: that of the first node is the one all attempts of the launch have."""
+    """Its id, as this node proposed it: all attempts of the launch have the id of the first node."""
     argv: list[str]
     """What came after `holdfast run`."""
     python: str = ""
@@ -198,11 +198,11 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     """Where it was started: relative paths count from there."""
     run_dir: str = ""
-    """The run's directory as it was then: a copy of it elsewhere is not what the command would start."""
+    """The run's directory at that time: the command would not start a copy of it that is elsewhere."""
     node: str = ""
     at: float = 0.0
     job: str = ""
-    """The Slurm job it was in; empty if in none."""
+    """The Slurm job that it was in; empty if in none."""
     restarts: int = 0
     """How often Slurm had queued that job again."""
     min_nodes: int = 1
@@ -220,12 +220,12 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
 
     def command(self) -> list[str]:
-        """The same again, for a shell in `directory`."""
+        """The command that starts the same again, for a shell in `directory`."""
         return [self.python or "python", "-m", "holdfast", "run", *self.argv]
 
 
 def relevant(environ: Mapping[str, str]) -> list[str]:
-    """Names of the variables that matter to a run, in their order."""
+    """The names of the variables that matter to a run, sorted."""
     return sorted(name for name in environ if _RELEVANT.fullmatch(name) and name not in NOT_SETTINGS)
 
 
@@ -244,7 +244,7 @@ def record_launch(
     force: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """Write down how this launch was started; why that could not be done, empty if it was."""
+    """Write down how this launch was started. Returns why that was not possible; empty if it was."""
     try:
         record = LaunchRecord(
             launch=launch,
@@ -275,23 +275,23 @@ def record_launch(
 
 
 class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run was told to begin, by `checkpoint.resume_from`, and what came of it."""
+    """Where the run was told to begin, by `checkpoint.resume_from`, and what followed from it."""
 
     value: str
     """The setting; a path is absolute."""
     checkpoint: str = ""
-    """What was taken: a checkpoint's name, or a fresh start."""
+    """What was used: a checkpoint's name, or a fresh start."""
     step: int = 0
     attempt: int = 0
-    """The one that began there; 0 if the record cannot be read."""
+    """The attempt that began there; 0 if the record cannot be read."""
     launch: str = ""
     at: float = 0.0
 
 
 def origin_now(control: ControlDirectory, resume_from: str) -> RunOrigin | None:
-    """The last word on where the run begins, if that is just what is asked for now; None if it is not.
+    """The last record of where the run begins, if that is exactly what is asked for now; else None.
 
-    So a setting that stays where it is counts once; taken away for a launch, it counts anew.
+    So a setting that stays in place counts once; if it is absent in one launch, it counts again.
     """
     newest = next(reversed(entries(control.path / ORIGIN)), None)
     if newest is None or newest.word != _word(resume_from):
@@ -300,16 +300,16 @@ def origin_now(control: ControlDirectory, resume_from: str) -> RunOrigin | None:
 
 
 def applies_again(*, force: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a wish that was followed is followed again: somebody insists, who is not a scheduler that
-    starts the same job once more."""
+    """Whether a setting that was followed is followed again: somebody insists, and it is not a scheduler
+    starting the same job once more."""
     return force and not int(environ.get("SLURM_RESTART_COUNT", "0") or 0)
 
 
 def record_origin(control: ControlDirectory, fence: Fence, origin: RunOrigin) -> None:
-    """The run has begun where it was told to. Nothing is written before the first wish."""
-    there = entries(control.path / ORIGIN)
+    """Record that the run has begun where it was told to. Nothing is written until it is first told."""
+    records = entries(control.path / ORIGIN)
     wish = "" if origin.value == "auto" else _word(origin.value)
-    if (not wish and not there) or (there and there[-1].word == _word(origin.value)):
+    if (not wish and not records) or (records and records[-1].word == _word(origin.value)):
         return
     with fence.guard("record where the run begins"):
         record = msgspec.structs.replace(origin, value=_named(origin.value), at=time.time())
@@ -317,16 +317,16 @@ def record_origin(control: ControlDirectory, fence: Fence, origin: RunOrigin) ->
 
 
 def origin_attempts(control: ControlDirectory) -> set[int]:
-    """The attempts that began where they were told to."""
-    told = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN)]
-    return {one.attempt for one in told if one is not None and one.value != "auto"}
+    """The attempts that began where somebody had told them to."""
+    origins = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN)]
+    return {one.attempt for one in origins if one is not None and one.value != "auto"}
 
 
 def last_fresh(control: ControlDirectory) -> int:
-    """The last attempt that began anew because it was told to; 0 if none was."""
+    """The last attempt that made a fresh start because it was told to; 0 if none was."""
     word = _word("fresh")
-    told = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN) if one.word == word]
-    return max((one.attempt for one in told if one is not None), default=0)
+    origins = [contents(one, RunOrigin) for one in entries(control.path / ORIGIN) if one.word == word]
+    return max((one.attempt for one in origins if one is not None), default=0)
 
 
 def _word(resume_from: str) -> str:
@@ -334,7 +334,7 @@ def _word(resume_from: str) -> str:
 
 
 def _named(resume_from: str) -> str:
-    """The setting as it counts: the same path from elsewhere is another one."""
+    """The setting in the form that is compared: the same relative path from elsewhere is a different one."""
     plain = resume_from in ("auto", "fresh") or is_step(resume_from) or "://" in resume_from
     return resume_from if plain else _text(str(Path(resume_from).absolute()))
 
@@ -342,15 +342,15 @@ def _named(resume_from: str) -> str:
 def digest_of(script: str, arguments: Sequence[str], settings: Settings, *, module: bool = False) -> str:
     """What is started, as one digest; empty where there is no script (somebody types it in, and watches).
 
-    `module`: `script` is what came after `-m`, and is looked for from here. Of settings, what this node is
-    called does not count: a pod has another name each time.
+    `module`: `script` is what came after `-m`, and is looked for from the current directory. One setting does
+    not count, the name of this node: a pod has another name each time.
     """
     if not script:
         return ""
     try:
         folder = Path.cwd() if module else Path(script).absolute().parent
         name = script if module else str(Path(script).absolute())
-    except OSError:  # the directory that this was started in is gone
+    except OSError:  # the directory in which this was started is gone
         return ""
     own = msgspec.structs.replace(settings.launch, node_name="")
     mark = xxhash.xxh3_128(msgspec.json.encode(msgspec.structs.replace(settings, launch=own)))
@@ -365,28 +365,28 @@ def digest_of(script: str, arguments: Sequence[str], settings: Settings, *, modu
 
 
 def _python_files(folder: Path) -> list[Path]:
-    """The Python files of a folder and of those below it that hold some themselves, in a fixed order."""
+    """The Python files of a folder and of those folders below it that contain any, in a fixed order."""
     found: list[Path] = []
     folders, left = [folder], MOST_ENTRIES
     while folders and left > 0:
         try:
             with os.scandir(folders.pop(0)) as entries:
-                there = sorted(itertools.islice(entries, left), key=lambda entry: entry.name)
+                listed = sorted(itertools.islice(entries, left), key=lambda entry: entry.name)
         except OSError:
             continue
-        left -= len(there)
-        mine = [Path(one.path) for one in there if one.name.endswith(".py")]
+        left -= len(listed)
+        mine = [Path(one.path) for one in listed if one.name.endswith(".py")]
         found += mine
         if mine:
             hidden = (".", "__pycache__")
-            folders += [Path(one.path) for one in there if one.is_dir() and not one.name.startswith(hidden)]
+            folders += [Path(one.path) for one in listed if one.is_dir() and not one.name.startswith(hidden)]
     return found
 
 
 def newest_launches(control: ControlDirectory) -> list[LaunchRecord]:
-    """The last launches on the nodes that were started last, oldest first; what cannot be read is left out.
+    """The last launch on each of the nodes started last, oldest first; what cannot be read is left out.
 
-    Very many nodes may have one: of each folder only the newest few files are read.
+    Very many nodes may have a record, so only the newest few files are read.
     """
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError), os.scandir(control.path / FOLDER) as entries:
@@ -405,7 +405,7 @@ def _read(path: Path) -> LaunchRecord | None:
 
 
 def launch_to_repeat(control: ControlDirectory, node: str = "") -> LaunchRecord | None:
-    """The record to start the run by: the newest, or this node's own if it was of the same launch."""
+    """The record to start the run from: the newest, or this node's own if it belongs to the same launch."""
     newest = next(reversed(newest_launches(control)), None)
     if newest is None:
         return None
@@ -418,5 +418,5 @@ def _path(control: ControlDirectory, node: str) -> Path:
 
 
 def _text(text: str) -> str:
-    """As JSON can carry it: a file name may hold bytes that are no text."""
+    """Text in a form that JSON can carry: a file name may hold bytes that are not text."""
     return text.encode(errors="surrogateescape").decode(errors="replace")

@@ -6,34 +6,34 @@ Guarantee: at most one epoch is current, epochs only rise, and whoever acts unde
 * Its holder renews `lease/<epoch>.beat`, in place: a renewal needs neither a new file nor more space. A
   claimant takes the next epoch only if the holder released it, is the same launch, is known dead, or let a
   whole time-to-live pass *on the claimant's own clock* without a new beat. Clocks of different nodes are
-  never compared; a wall clock can only make a claim be refused.
+  never compared; a wall clock can only cause a claim to be refused.
 * A holder that cannot renew (the disk is full, fails, or does not answer) has not lost anything yet: as long
   as nobody has claimed a higher epoch it goes on, says so, and tries again. If somebody has, everything that
-  it does is refused by the fence, and it learns of that as soon as it can read.
+  it does is refused by the fence, and it learns that as soon as it can read.
 * `Fence.guard` wraps every commit, deletion, pointer move and decision. It holds `lease/<epoch>.lock` while
-  it checks the epoch and acts; claiming takes the lock of the epoch that it ends, so no claim falls between
-  check and act. The claim leaves its number in that lock file, because a network file system refreshes a
-  file that is locked, while its listing of a directory may be old.
+  it checks the epoch and acts; claiming takes the lock of the epoch that it ends, so no claim can fall
+  between the check and the act. The claim leaves its number in that lock file, because a network file system
+  refreshes a file that is locked, while its listing of a directory may be old.
   A process that is stopped while it holds that lock cannot block a claim for ever: after a time-to-live
-  the claim goes ahead, and the new epoch has a lock of its own. What the stopped process may then still do
-  is finish one rename of an attempt that is off the lineage by then (see lineage.py), which no
-  resume picks up.
+  the claim goes ahead, and the new epoch has a lock of its own. All that the stopped process can then still
+  do is finish one rename for an attempt that is off the lineage by then (see lineage.py), which no resume
+  picks up.
 
 A snapshot that was fully staged outlives its trainer: the writer process commits it. But once a newer epoch
 is claimed, the fence refuses that commit. So whoever claims the next epoch first lets the writer of the
 ending one finish, for a bounded time.
 
-The sign of life is a lock on `writing/<epoch>.lock`, held for as long as the writer lives; the kernel lets go
-of it however the writer ends. It is taken by the trainer, which sends it to the writer: so it is held from
-the moment the process exists, however long that takes to start. What the file says is what the writer is
-doing or is about to be handed: the trainer writes that before it stages anything, and the writer takes it
-back when that is done. A writer whose trainer is gone takes up what it was handed within moments, or exits.
-So a writer that stays idle is not waited for.
+The sign of life is a lock on `writing/<epoch>.lock`, held for as long as the writer lives; the kernel
+releases it however the writer ends. The trainer takes the lock and sends it to the writer, so it is held from
+the moment the writer process exists, however long that takes to start. The file says what the writer is doing
+or is about to be handed: the trainer writes that before it stages anything, and the writer clears it when it
+is done. A writer whose trainer is gone takes up what it was handed within moments, or exits. So nobody waits
+for a writer that stays idle.
 
-Writers of different ranks reach each other through files only. One that gives a save up says so here, in
-`writing/<epoch>.<rank>.failed`, so that the others need not wait for it until their deadline. What is
-committed in the local tier and on its way to the checkpoint root (a drain) is not waited for by the next
-attempt. Later saves go on beside it, so each drain is given up by a file of its own.
+Writers of different ranks reach each other only through files. A writer that gives up a save says so here, in
+`writing/<epoch>.<rank>.failed`, so that the others need not wait for it until their deadline. The next
+attempt does not wait for what is committed in the local tier and on its way to the checkpoint root (a drain).
+Later saves go on beside a drain, so each drain is given up by a file of its own.
 """
 
 from __future__ import annotations
@@ -78,18 +78,18 @@ log = logging.getLogger("holdfast.control")
 
 BEATS_PER_TTL = 5
 BEAT_BYTES = 128
-"""Size of a beat's file. It never changes, so that a renewal needs no space."""
+"""The size of a beat's file. It never changes, so that a renewal needs no space."""
 LATE = 0.6
-"""Part of the time-to-live after which a renewal that has not come back is told of, and a claim that is gone
-counts as lost."""
+"""The share of the time-to-live after which a renewal that has not come back is reported, and a claim that is
+gone counts as lost."""
 SAID_AGAIN, SAID_AT_LEAST = 30.0, 3600.0
-"""Seconds after which trouble is told again, twice as many each time, and the most between two words."""
+"""Seconds after which trouble is reported again, doubling each time, and the most between two reports."""
 MAX_TTL = 31_536_000.0
 """A year, as in the settings; anything longer in a claim is damage."""
 CLAIM_PATIENCE = 3
-"""A claim that keeps losing races gives up after so many times-to-live."""
+"""After how many times-to-live a claim that keeps losing races gives up."""
 HANDOVER = 120.0
-"""Seconds for which a claim lets the writer of the epoch that it ends go on."""
+"""For how many seconds a claim lets the writer of the epoch that it ends go on."""
 
 
 def _untold(waiting: Waiting) -> None:
@@ -102,7 +102,7 @@ _CLAIM_NAME = re.compile(r"([0-9]{8,18})\.claim")
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Annotated[int, msgspec.Meta(ge=1)]
     owner: str
-    """Launch id: attempts of one launch follow each other without waiting."""
+    """Launch id. Attempts of one launch follow each other without waiting."""
     holder: Holder
     ttl: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL)]
     at: float
@@ -162,7 +162,7 @@ def claim(
     """Take the next epoch, waiting at most about one time-to-live of the present holder.
 
     Before that, a writer process of the present epoch may finish what it was handed, for `handover` seconds.
-    `waiting` is told at every look what is waited for.
+    `waiting` is called at every look with what is being waited for.
 
     Raises RunIsLiveError when the present holder is seen to be alive, or when others keep winning the
     race for CLAIM_PATIENCE times-to-live.
@@ -189,7 +189,7 @@ def claim(
                 looked = time.monotonic()
                 if seen := let_writer_finish(control, epoch, handover, waiting):
                     evidence = f"{evidence}; {seen}"
-                patience += time.monotonic() - looked  # nobody else's doing
+                patience += time.monotonic() - looked  # this wait was not caused by other claimants
         if evidence is not None:
             wanted = Claim(
                 epoch=epoch + 1, owner=owner, holder=this_process(), ttl=ttl, at=time.time(),
@@ -199,7 +199,7 @@ def claim(
                 if create_record(_claim_path(control, wanted.epoch), wanted):
                     _mark_superseded(lock, wanted.epoch)
                     return wanted
-        # Somebody else took that epoch; look again. A listing may be old, but epoch + 1 does exist.
+        # Somebody else took that epoch: look again. A listing may be old, but epoch + 1 does exist.
         epoch = max(current_epoch(control), epoch + 1)
         if time.monotonic() - started > patience:
             raise RunIsLiveError(
@@ -213,8 +213,8 @@ def _why_free(
 ) -> str | None:
     """Evidence that the holder no longer holds its epoch; waits for a lapse, raises if it is alive.
 
-    None if another claim came first. A beat that cannot be understood is no evidence of anything: then,
-    as without one, only a change within the time-to-live shows life.
+    None if another claim came first. A beat that cannot be understood is evidence of nothing: then, as if
+    there were none, only a change within the time-to-live shows life.
     """
     epoch = held.epoch
     dead = f"holder of epoch {epoch}, {held.holder.describe()}, is dead"
@@ -235,7 +235,7 @@ def _why_free(
     deadline = time.monotonic() + held.ttl
     while True:
         waiting(Waiting(what, held.ttl - (deadline - time.monotonic()), held.ttl))
-        # Asked before the look: whoever was stopped past the deadline must look once more.
+        # Checked before the look: a process that was stopped past the deadline must look once more.
         last_look = time.monotonic() >= deadline
         now = _raw_beat(control, epoch)
         if now is not None and now != first:
@@ -282,7 +282,7 @@ def _epoch_lock(control: ControlDirectory, epoch: int, timeout: float, *, insist
     path = _lock_path(control, epoch)
     try:
         if not insist:
-            make_dirs(control.lease)  # only a claim may make it: a guard must not revive a deleted run
+            make_dirs(control.lease)  # only a claim may create it: a guard must not revive a deleted run
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise explain_os_error(error, "open", path) from error
@@ -323,7 +323,7 @@ def _mark_superseded(lock: int, by: int) -> None:
     try:
         os.pwrite(lock, f"{by:08d}\n".encode(), 0)
     except OSError as error:
-        # The claim stands without it; only a node with an old listing would learn of it later.
+        # The claim stands without it; only a node with an old listing would learn of the claim later.
         log.warning("holdfast: could not mark the lock of the epoch before %d: %s", by, error)
 
 
@@ -337,10 +337,10 @@ def _epoch_in(mark: bytes) -> int:
 
 
 class Fence:
-    """What an attempt acts through: every effect on shared state is made inside `guard`.
+    """What an attempt acts through: every change to shared state is made inside `guard`.
 
-    Keep what is inside short (one rename, one small file): a claim waits for it at most one time-to-live.
-    Guards do not nest.
+    Keep what is done inside short (one rename, one small file): a claim waits for it, at most for one
+    time-to-live. Guards do not nest.
     """
 
     def __init__(self, control: ControlDirectory, epoch: int, *, timeout: float = 30.0) -> None:
@@ -371,7 +371,7 @@ class Fence:
 
     @contextlib.contextmanager
     def guard(self, action: str) -> Iterator[None]:
-        """Check and act with no claim in between."""
+        """Check and act, with no claim in between."""
         lock_of = _epoch_lock(self._control, self.epoch, self._timeout, insist=True)
         with critical(at_most=self._timeout), lock_of as lock:
             self._refuse_if_newer(action, _superseded_by(lock))
@@ -384,8 +384,8 @@ class LeaseKeeper:
 
     `on_lost` is called once, from a thread of the keeper, when a newer epoch appears, or when the claim was
     replaced or stays gone: the caller ends its workers. `on_trouble` gets a sentence when the claim cannot be
-    renewed, at growing intervals while that lasts, and when it is over; nobody is to end for that. A second
-    thread watches the first, which may hang with its file system.
+    renewed, again at growing intervals while that lasts, and when it is over; nobody has to end because of
+    that. A second thread watches the first, which may hang with its file system.
     """
 
     def __init__(
@@ -401,15 +401,15 @@ class LeaseKeeper:
         self._on_trouble = on_trouble or (lambda told: log.error("holdfast: %s", told))
         self._stop = threading.Event()
         self._over = threading.Lock()
-        """Taken for good by whoever ends this first: `release` or a loss."""
+        """Taken for good by whatever ends this first: `release` or a loss."""
         self._count = 0
         self._trouble = ""
         """Why the last renewal failed; empty if it did not."""
         self._renewed = time.monotonic()
         self._recovered = 0.0
-        """Seconds without a renewal before the last one, if that is to be told."""
+        """Seconds without a renewal before the last one, if they are to be reported."""
         self._gone: float | None = None
-        """Since when the claim's file is missing."""
+        """Since when the claim's file has been missing."""
         try:
             self._renew()
         except OSError as error:
@@ -422,7 +422,7 @@ class LeaseKeeper:
     def _renew(self) -> None:
         """Renew once; LeaseLostError if the epoch is no longer ours."""
         self._require_ours()
-        started = time.monotonic()  # before the write: a claimant's watch may begin as soon as it is seen
+        started = time.monotonic()  # before the write: a claimant may start its watch as soon as it sees it
         self._beat(released=False)
         silent, self._renewed = started - self._renewed, started
         if silent > self._claim.ttl:
@@ -442,7 +442,7 @@ class LeaseKeeper:
             raise LeaseLostError(f"{path} now names {found.holder.describe()}")
 
     def _marked_by(self) -> int:
-        """The epoch that the lock file says was claimed over ours: a listing may be older than it."""
+        """The epoch claimed over ours, according to the lock file: a directory listing may be older."""
         path = _lock_path(self._control, self._claim.epoch)
         try:
             return _epoch_in(read_regular(path, MAX_RECORD_BYTES))
@@ -464,14 +464,15 @@ class LeaseKeeper:
             except (OSError, ControlError) as error:
                 self._trouble = str(error)
                 self._mind_a_claim_that_is_gone()
-            except Exception as error:  # a defect of ours is no reason to end a healthy run
+            except Exception as error:  # a bug of ours is no reason to end a healthy run
                 log.exception("holdfast: renewing epoch %d failed", self._claim.epoch)
                 self._trouble = f"renewing failed unexpectedly: {error!r}"
 
     def _mind_a_claim_that_is_gone(self) -> None:
-        """A lease that stays away, in a run directory that is there, was taken away by somebody.
+        """A lease that stays missing, while the run directory is there, was taken away by somebody.
 
-        If the whole directory is away, its file system most likely is, and nobody can have claimed anything.
+        If the whole directory is missing, its file system most likely is too, and nobody can have claimed
+        anything.
         """
         path = _claim_path(self._control, self._claim.epoch)
         try:
@@ -510,7 +511,7 @@ class LeaseKeeper:
         why = self._trouble or "the file system does not answer"
         return (
             f"the lease of epoch {self._claim.epoch} has not been renewed for {silent:.1f} s: {why}. Nobody "
-            "has claimed the run, as far as can be seen, so it goes on, and renewing is tried again. Look "
+            "has claimed the run, as far as can be seen, so it goes on, and renewing will be retried. Look "
             f"at the storage under {self._control.path}: saves and the journal need it too"
         )
 
@@ -518,7 +519,7 @@ class LeaseKeeper:
         try:
             self._on_trouble(told)
         except Exception:
-            log.exception("holdfast: %s; and telling so failed", told)
+            log.exception("holdfast: %s; and reporting it failed", told)
 
     def _lose(self, why: str) -> None:
         if not self._over.acquire(blocking=False):
@@ -530,7 +531,7 @@ class LeaseKeeper:
             log.exception("holdfast: the lease was lost (%s) and its handler failed", why)
 
     def stop(self) -> None:
-        """Stop renewing without releasing: the same launch holds the next epoch already."""
+        """Stop renewing without releasing, because the same launch already holds the next epoch."""
         self._stop.set()
         self._over.acquire(blocking=False)
 
@@ -556,15 +557,15 @@ class LeaseKeeper:
             log.warning("holdfast: could not release epoch %d: %s", self._claim.epoch, error)
 
 
-# Whether somebody holds a run, by a single look: nothing is claimed, and nobody is waited for.
+# Whether somebody holds a run, by a single look, without claiming anything or waiting for anybody.
 #
-# A look can be wrong: a holder on another machine that died a moment ago still counts as alive, until its
+# A look can be wrong: a holder on another machine that died a moment ago still counts as alive until its
 # time-to-live has passed, and one whose clock is further behind than that counts as dead. Only `lease.claim`,
-# which goes by one clock alone, decides who may act.
+# which relies on one clock alone, decides who may act.
 
 
 COMMANDS = ("operator-", "gc-")
-"""How owners of the lease begin that are no launches, but commands that hold it for a moment."""
+"""Prefixes of lease owners that are not launches, but commands that hold it for a moment."""
 
 
 class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
@@ -572,11 +573,11 @@ class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
     holder: str
     alive: bool
     detail: str
-    """What that rests on."""
+    """What this rests on."""
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """The newest claim, and what can be said of who made it."""
+    """The newest claim, and what is known about its holder."""
 
     claim: Claim
     lease: LeaseState
@@ -593,7 +594,7 @@ def newest_claim(control: ControlDirectory) -> Claim | None:
 
 
 def lease_state(control: ControlDirectory, held: Claim, now: float) -> LeaseState:
-    """How the holder of a claim is, as far as that shows from here."""
+    """Whether the holder of a claim is alive, as far as can be seen from here."""
     beat = read_beat(control, held.epoch)
     age = now - (beat.at if beat is not None else held.at)
     if beat is not None and beat.released:
@@ -616,10 +617,10 @@ def who_holds(control: ControlDirectory) -> Holding | None:
 # --- the writers of an epoch that ends ----------------------------------------------------------------------
 
 IDLE_PATIENCE = 2.0
-"""A writer that has nothing to do for so long, while it is watched, will not get anything to do."""
+"""A writer that has had nothing to do for this long while being watched will not get anything to do."""
 POLL = 0.02
 LOCK_PATIENCE = 30.0
-"""Seconds for which the writer that replaces a dead one waits for the kernel to let go of its lock."""
+"""How many seconds the writer that replaces a dead one waits for the kernel to release its lock."""
 
 
 class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -630,7 +631,7 @@ class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def give_up(run_dir: Path, epoch: int, rank: int, serial: int, why: str, *, drain: bool = False) -> None:
-    """Say so as well as can be: where it cannot be written, the others find out at their deadline."""
+    """Say so if at all possible: where it cannot be written, the others find out at their deadline."""
     path = _given_up_path(run_dir, epoch, rank, drain=serial if drain else None)
     with contextlib.suppress(OSError):
         make_dirs(path.parent)
@@ -638,7 +639,7 @@ def give_up(run_dir: Path, epoch: int, rank: int, serial: int, why: str, *, drai
 
 
 def given_up(run_dir: Path, epoch: int, rank: int, serial: int, *, drain: bool = False) -> str:
-    """Why a rank has given that save up, or its drain; empty if nothing says so."""
+    """Why a rank has given up that save, or its drain; empty if nothing says that it has."""
     try:
         path = _given_up_path(run_dir, epoch, rank, drain=serial if drain else None)
         raw = read_regular(path, MAX_RECORD_BYTES)
@@ -649,7 +650,8 @@ def given_up(run_dir: Path, epoch: int, rank: int, serial: int, *, drain: bool =
 
 
 def is_busy(run_dir: Path, epoch: int, *, drain: bool = False) -> bool:
-    """Whether the writer of rank 0 lives and has something to do; a drain does not show, so its life does."""
+    """Whether the writer of rank 0 lives and has something to do; for a drain, which does not show, that it
+    lives."""
     try:
         fd = os.open(_path(run_dir, epoch), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -676,7 +678,7 @@ def _path(run_dir: Path, epoch: int) -> Path:
 def lock_for_writer(run_dir: Path, epoch: int, what: str) -> int | None:
     """For the trainer of rank 0: a descriptor that holds the lock, for a writer that is about to do `what`.
 
-    None: it cannot be had now, and the writer itself has to take it.
+    None if it cannot be taken now: then the writer has to take it itself.
     """
     path = _path(run_dir, epoch)
     try:
@@ -693,7 +695,7 @@ def lock_for_writer(run_dir: Path, epoch: int, what: str) -> int | None:
 
 def announce(run_dir: Path, epoch: int, what: str) -> None:
     """For the trainer of rank 0: its writer, which may still be starting, is about to be handed this."""
-    with contextlib.suppress(OSError):  # then the next attempt may not wait for a writer that starts, no more
+    with contextlib.suppress(OSError):  # then the next attempt may not wait for a starting writer: no more
         fd = os.open(_path(run_dir, epoch), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             _say(fd, what)
@@ -714,7 +716,7 @@ def _locked(fd: int) -> bool:
 
 
 def _say(fd: int, what: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk: then the next attempt does not wait, no more
+    with contextlib.suppress(OSError):  # a full disk: then the next attempt does not wait, nothing worse
         os.ftruncate(fd, 0)
         os.pwrite(fd, what.encode(), 0)
 
@@ -726,10 +728,10 @@ def _said(fd: int) -> str:
 
 
 class Writing:
-    """Held by the writer process of rank 0."""
+    """The lock, as held by the writer process of rank 0."""
 
     def __init__(self, control: ControlDirectory, epoch: int, locked: int | None = None) -> None:
-        """`locked`: the lock as the trainer has taken it; else it is taken here."""
+        """`locked`: the lock if the trainer has taken it; otherwise it is taken here."""
         self._path = _path(control.path, epoch)
         if locked is not None:
             os.set_inheritable(locked, False)
@@ -737,7 +739,7 @@ class Writing:
             return
         make_dirs(self._path.parent)
         self._fd = _open(self._path)
-        # A writer that replaces a dead one finds the lock free; one that is still dying lets go in a moment.
+        # The lock of a dead writer is free; that of one which is still dying will be, in a moment.
         deadline = time.monotonic() + LOCK_PATIENCE
         while not _locked(self._fd):
             if time.monotonic() > deadline:
@@ -749,7 +751,7 @@ class Writing:
 
     @contextlib.contextmanager
     def busy_with(self, what: str) -> Iterator[None]:
-        """What the trainer has announced since then stays said until it is done too."""
+        """Say what is being done. What the trainer announces meanwhile stays there until it is done too."""
         if not _said(self._fd):
             _say(self._fd, what)
         try:
@@ -759,7 +761,7 @@ class Writing:
                 _say(self._fd, "")
 
     def close(self) -> None:
-        """Nothing was left undone: take the file away, so that nobody needs to look at it."""
+        """Nothing was left undone: remove the file, so that nobody needs to look at it."""
         self._path.unlink(missing_ok=True)
         os.close(self._fd)
 
@@ -770,12 +772,12 @@ def let_writer_finish(
     timeout: float,
     waiting: Callable[[Waiting], None] | None = None,
 ) -> str:
-    """Wait until the writer of an epoch is done or gone, at most `timeout`; what was seen, for the record."""
+    """Wait until the writer of an epoch is done or gone, at most `timeout`. Returns what was seen of it."""
     path = _path(control.path, epoch)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return ""  # there is none, or nothing that can be asked
+        return ""  # there is no writer, or nothing that can be asked
     try:
         return _watch(fd, timeout, waiting)
     finally:

@@ -1,4 +1,4 @@
-"""Time limits: learned ones, kept; those of a rank, from the settings; and whether all of them fit."""
+"""Time limits: the learned ones, as kept; those of a rank, from the settings; and whether all of them fit."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from holdfast.policy import (
 )
 from holdfast.record.directory import MAX_RECORD_BYTES, ControlDirectory, list_names
 
-# Learned time limits, kept in the control directory: one file a node, replaced in one step.
+# Learned time limits, kept in the control directory: one file per node, replaced in one step.
 #
 # ```
 # timeouts/<node>.json         what the node's agent learned last, and in which attempt
 # hello.json                   that ranks of this command say hello to their agent, and how late
 # ```
-# They only help: a file that cannot be read is told and left out, and the configured limits hold.
+# They only help: a file that cannot be read is reported and left out, and the configured limits apply.
 
 
 RECENT_ATTEMPTS = 10
-"""A node that has not been there for so many attempts no longer counts."""
+"""A node that has been absent for this many attempts no longer counts."""
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.-]")
 
 
@@ -58,7 +58,7 @@ def store_learned(control: ControlDirectory, node: str, attempt: int, learned: L
 
 
 def read_learned(control: ControlDirectory) -> tuple[Learned, list[str]]:
-    """What all nodes learned, the longest of each, and what could not be read."""
+    """What the nodes learned, the longest of each limit, and which files could not be read."""
     records: list[LearnedRecord] = []
     problems: list[str] = []
     folder = control.path / "timeouts"
@@ -86,23 +86,23 @@ HELLO = "hello.json"
 
 
 class HelloRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """That ranks of a command said hello: those of its other attempts, and of other nodes, do so too."""
+    """The fact that ranks of a command said hello: so will those of its other attempts and on other nodes."""
 
     command: str
-    """A digest of the script and its arguments. With other arguments it may be a script without `Run`."""
+    """A digest of the script and its arguments. With other arguments it may act as a script without `Run`."""
     initial: float = 0.0
-    """The initial limit that these ranks asked for, in seconds; 0 is off."""
+    """The initial limit that these ranks asked for, in seconds; 0 means off."""
     longest: float = 0.0
-    """The longest that one took from the start of the workers to its hello, in seconds."""
+    """The longest time from the start of the workers to a rank's hello, in seconds."""
 
 
 def store_hello(control: ControlDirectory, record: HelloRecord) -> None:
-    """Keep it in place of what was kept before. Raises OSError."""
+    """Keep this in place of what was kept before. Raises OSError."""
     replace_atomic(control.path / HELLO, msgspec.json.encode(record) + b"\n")
 
 
 def read_hello(control: ControlDirectory, command: str) -> HelloRecord | None:
-    """What is known of this command; None if nothing is, or it cannot be read."""
+    """What is known about this command; None if nothing is, or it cannot be read."""
     try:
         raw = read_regular(control.path / HELLO, MAX_RECORD_BYTES)
         record = msgspec.json.decode(raw, type=HelloRecord)
@@ -127,7 +127,7 @@ class _Sections(msgspec.Struct):
 
 
 class _Current(_Heartbeat):
-    """With both at the top (older releases) or one object each."""
+    """With both at the top (older releases), or an object for each."""
 
     heartbeat: _Heartbeat | None = None
     section: _Sections | None = None
@@ -140,7 +140,7 @@ class _FtState(msgspec.Struct):
 def read_ft_state(path: Path) -> Learned:
     """The timeouts that nvidia-resiliency-ext calculated and left in an `ft_state.json`.
 
-    Those of its sections that it did not calculate only repeat its configuration, and are left out.
+    Timeouts of sections that it did not calculate only repeat its configuration, and are left out.
     """
     try:
         state = msgspec.json.decode(read_regular(path, MAX_RECORD_BYTES), type=_FtState)
@@ -172,10 +172,10 @@ def _usable(seconds: float | None) -> float:
 NCCL_WATCHDOG = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 NCCL_WATCHDOG_DEFAULT = 480.0
 NCCL_TIMEOUT_DEFAULT = 600.0
-"""Seconds that torch takes where nobody says otherwise: for the watchdog itself, and for a collective."""
+"""torch's defaults in seconds: for the watchdog itself, and for a collective."""
 NCCL_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _OFF = frozenset({"0", "n", "no", "f", "false"})
-"""How torch reads that a switch in the environment is off, in upper or lower case."""
+"""The values by which torch takes a switch in the environment to be off, in upper or lower case."""
 _NAMES = {
     "initial": "monitor.initial_rank_heartbeat_timeout",
     "heartbeat": "monitor.rank_heartbeat_timeout",
@@ -183,11 +183,11 @@ _NAMES = {
     "out_of_section": "monitor.rank_out_of_section_timeout",
     "exiting": "monitor.rank_exit_timeout",
 }
-"""Limits by the names they have in `Limits`."""
+"""The settings of the limits, by their names in `Limits`."""
 _OF_LAUNCHER = ("launch.", "health.gate", "health.command", "health.max_uncorrected_errors")
-"""What `holdfast run` reads, before there are ranks."""
+"""Settings that `holdfast run` reads before there are ranks."""
 _READ_WITHOUT = frozenset({"launch.max_restarts", "launch.node_name"})
-"""Of these, what a rank without the launcher goes by: its node's name, and its own bound of starts."""
+"""Those that a rank without the launcher uses too: its node's name, and its own bound on starts."""
 
 
 def limits_of(effective: Effective) -> Limits:
@@ -210,7 +210,7 @@ def limits_of(effective: Effective) -> Limits:
 
 
 def check_timeouts(effective: Effective, environ: Mapping[str, str]) -> None:
-    """Refuse timeouts of which one would hide another. For a run that `holdfast run` watches."""
+    """Refuse timeouts if one would hide another. For a run that `holdfast run` watches."""
     found = contradictions(
         Timeouts(
             initial=_value(effective, _NAMES["initial"]),
@@ -239,8 +239,8 @@ def restart_order(
 ) -> list[str]:
     """Which timeouts of in-process restart are out of order, in words.
 
-    `watched`: whether `holdfast run` watches the ranks. `nccl`: whether they use NCCL; None if that is not
-    known, and then only what the environment says of it counts. `group_timeout`: of their process group.
+    `watched`: whether `holdfast run` watches the ranks. `nccl`: whether they use NCCL; None if not known, and
+    then only what the environment says about it counts. `group_timeout`: that of their process group.
     """
     watchdog = collective = None
     if nccl is not False and not switched_off(environ, NCCL_MONITORING):
@@ -269,7 +269,7 @@ def restart_order(
 
 
 def switched_off(environ: Mapping[str, str], name: str) -> bool:
-    """Whether one of torch's switches is turned off by name; unset is not."""
+    """Whether one of torch's switches is explicitly off; an unset one is not."""
     return environ.get(name, "").strip().lower() in _OFF
 
 
@@ -296,9 +296,9 @@ def _watchdog(environ: Mapping[str, str]) -> Value | None:
 def refuse_without_launcher(effective: Effective, *, kept: bool = False) -> list[str]:
     """Settings that only `holdfast run` can honour, given to a script that it did not start, are an error.
 
-    Returns those of the launcher itself that stand in the environment or in a file, in words: a site may set
-    them for all that runs there, and one file may serve a script however it is started. `kept`: the keeper
-    of an in-process restart honours the initial limit.
+    Returns, in words, settings of the launcher itself that come from the environment or from a file: a site
+    may set them for everything that runs there, and one file may serve a script however it is started.
+    `kept`: a keeper of in-process restart honours the initial limit.
     """
     honoured = {_NAMES["initial"]} if kept else set()
     given = [key for key in _given(effective, "monitor.") if key not in honoured]
@@ -321,7 +321,7 @@ def refuse_without_launcher(effective: Effective, *, kept: bool = False) -> list
 def refuse_unknown_to_launcher(effective: Effective, config: str) -> None:
     """Settings that `holdfast run` reads before it starts the script cannot be given in the script.
 
-    `config`: the settings file that it was given, if any.
+    `config`: the settings file that `holdfast run` was given, if any.
     """
     given = [
         key
@@ -337,7 +337,7 @@ def refuse_unknown_to_launcher(effective: Effective, config: str) -> None:
 
 
 def _given(effective: Effective, *prefixes: str) -> list[str]:
-    """What somebody set of these sections."""
+    """The settings in these sections that somebody set."""
     return [
         key for key, source in effective.sources.items() if key.startswith(prefixes) and source != "default"
     ]

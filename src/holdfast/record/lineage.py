@@ -2,14 +2,15 @@
 
 Every commit is recorded under its attempt before the checkpoint appears, and every attempt records its head
 before it trains. An attempt is one straight line of steps, so the timeline is: the newest attempt's commits,
-then its head, then the commits up to that head of the attempt that made it, and so on down to a fresh start.
+then its head, then the commits up to that head made by the attempt that the head came from, and so on down to
+a fresh start.
 
-Nothing of this is read from the checkpoints, so a damaged, missing or forged one cannot bend the lineage;
-and a late commit by a group that was cut off is not on it, because a newer attempt has a newer head.
+None of this is read from the checkpoints, so a damaged, missing or forged one cannot bend the lineage; and a
+late commit by a group that was cut off is not on it, because a newer attempt has a newer head.
 
-A run may save to its nodes' memory many times a minute. Once no place keeps such a checkpoint any more, its
-commit is put on the shelf: one file an attempt, with a line for each (`shelve`). It still counts for the line
-and for who was saved from whom; it only takes no file of its own.
+A run may save to its nodes' memory many times a minute. Once no place holds such a checkpoint any more, its
+commit is put on the shelf: one file per attempt, with a line for each (`shelve`). It still counts for the
+line and for what was saved from what; it just no longer takes a file of its own.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from holdfast.record.lease import Fence
 
 SHELF = "shelf.jsonl"
 SHELF_LIMIT = 1024 * 1024 * 1024
-"""Bytes: millions of commits of one attempt."""
+"""In bytes: enough for millions of commits of one attempt."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was about to be committed; whether it was, its directory tells, or the local tier."""
+    """A checkpoint that was about to be committed; its directory, or the local tier, shows whether it was."""
 
     id: str
     step: int
     parent: str | None
     attempt: int
     manifest: str
-    """Manifest digest: a directory with another manifest is not this checkpoint."""
+    """The manifest's digest: a directory with another manifest is not this checkpoint."""
     created: float = 0.0
-    """By rank 0's clock: of two that one attempt saved at the same step, the later is the newer."""
+    """By rank 0's clock: of two that an attempt saved at the same step, the later one is the newer."""
     tied: str = ""
     """What ties it to the number of ranks that saved it, in words; empty if others can take it up."""
 
@@ -54,7 +55,7 @@ def record_commit(control: ControlDirectory, fence: Fence, record: CommitRecord)
 
 
 def record_done(control: ControlDirectory, record: CommitRecord) -> None:
-    """Called after the rename: from now on an absent directory means lost, not never committed.
+    """Called after the rename: from now on an absent directory means that it was lost, not never committed.
 
     Not made durable: it matters only once the directory has been lost, long after.
     """
@@ -67,7 +68,7 @@ def was_committed(control: ControlDirectory, record: CommitRecord) -> bool:
 
 
 class DeletedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was deleted on purpose. While its directory is there, that counts and not this."""
+    """A checkpoint that was deleted on purpose. As long as its directory exists, that counts and not this."""
 
     id: str
     step: int
@@ -86,14 +87,14 @@ def record_deleted(control: ControlDirectory, record: CommitRecord, deleted: Del
 
 
 def deleted_names(control: ControlDirectory) -> frozenset[tuple[int, str]]:
-    """(step, id) of checkpoints that retention deleted, or was about to. The record's name alone says so."""
+    """(step, id) of checkpoints that retention deleted, or was about to. A record's name alone says so."""
     names = [name for n in attempt_numbers(control) for name in list_names(_folder(control, n))]
     deleted = (name.removesuffix(".deleted").partition("-") for name in names if name.endswith(".deleted"))
     return frozenset((int(step), id) for step, _, id in deleted if step.isdecimal())
 
 
 def find_deleted(control: ControlDirectory, step: int, id: str) -> DeletedRecord | None:
-    """The record of one deletion, without reading all the others; it counts also if it cannot be read."""
+    """The record of one deletion, without reading all the others; it counts even if it cannot be read."""
     for number in reversed(attempt_numbers(control)):
         path = _folder(control, number) / f"{step:012d}-{id}.deleted"
         try:
@@ -112,7 +113,7 @@ def find_commit(control: ControlDirectory, attempt: int, step: int, id: str) -> 
 
 def commits_of(control: ControlDirectory, attempt: int) -> list[CommitRecord]:
     folder = _folder(control, attempt)
-    # In this order: what is put on the shelf meanwhile is seen at least once.
+    # In this order, what is put on the shelf meanwhile is seen at least once.
     found = [read_record(path, CommitRecord) for path in sorted(folder.glob("*.json"))]
     found += _shelved(folder / SHELF)
     once = {(record.step, record.id): record for record in found if record is not None}
@@ -134,7 +135,7 @@ def saved_by(control: ControlDirectory, attempt: int) -> list[Saved]:
 
 
 def shelve(control: ControlDirectory, fence: Fence, record: CommitRecord) -> None:
-    """No place holds this checkpoint any more, and it never was in the root: keep its commit in few bytes."""
+    """No place holds this checkpoint any more, and it was never in the root: keep its commit in few bytes."""
     fence.check(f"shelve the commit of step {record.step}")
     path = _path(control, record)
     if not path.exists():
@@ -144,10 +145,10 @@ def shelve(control: ControlDirectory, fence: Fence, record: CommitRecord) -> Non
         size = os.fstat(descriptor).st_size
         torn = (
             size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        )  # by a cut; that one has its file still
+        )  # by a cut; that commit still has its own file
         try:
             view = memoryview((b"\n" if torn else b"") + msgspec.json.encode(record) + b"\n")
-            while view:  # a disk that fills up takes a part first
+            while view:  # a disk that fills up takes only a part at first
                 view = view[os.write(descriptor, view) :]
             os.fsync(descriptor)
         except OSError:
@@ -160,7 +161,7 @@ def shelve(control: ControlDirectory, fence: Fence, record: CommitRecord) -> Non
 
 
 def _shelved(path: Path) -> list[CommitRecord]:
-    """A line that a cut has torn is left out: its commit still has a file of its own."""
+    """The commits on the shelf. A line torn by a cut is left out: its commit still has a file of its own."""
     try:
         lines = read_regular(path, SHELF_LIMIT).split(b"\n")
     except FileNotFoundError:
@@ -186,7 +187,7 @@ def timeline(
     heads: Mapping[int, HeadRecord], commits: Mapping[int, Sequence[CommitRecord]]
 ) -> list[CommitRecord]:
     """Pure: the commits on the present timeline, newest first."""
-    # By step and id: ids of older releases are so short that two checkpoints may have the same.
+    # By step and id: ids of older releases are so short that two checkpoints may share one.
     by_name = {(record.step, record.id): record for records in commits.values() for record in records}
     line: list[CommitRecord] = []
     attempt = max(heads, default=None)
@@ -203,7 +204,7 @@ def timeline(
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """What the control directory knows of a run's checkpoints."""
+    """What the control directory knows about a run's checkpoints."""
 
     on_line: list[CommitRecord]
     """Newest step first."""
@@ -213,7 +214,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 def descendants(ids: Collection[str], records: Iterable[CommitRecord]) -> list[CommitRecord]:
-    """Pure: all that was saved from these, directly or not, on any way the run took; oldest first."""
+    """Pure: all that was saved from these, directly or not, on any path the run took; oldest first."""
     records = list(records)
     family = set(ids)
     while grown := {record.id for record in records if record.parent in family} - family:
@@ -223,12 +224,12 @@ def descendants(ids: Collection[str], records: Iterable[CommitRecord]) -> list[C
 
 
 def condemned_with(name: str) -> str:
-    """The evidence against what was saved from a condemned checkpoint; acquitting that one clears it too."""
+    """The evidence against what was saved from a condemned checkpoint; acquitting that clears it too."""
     return f"condemned with {name}, from which it was saved"
 
 
 def read_timeline(control: ControlDirectory) -> Timeline:
-    """Everything from disk; unreadable records are errors, never guesses."""
+    """The timeline, all of it from disk; unreadable records are errors, never guesses."""
     heads: dict[int, HeadRecord] = {}
     commits: dict[int, list[CommitRecord]] = {}
     for number in attempt_numbers(control):
@@ -237,8 +238,8 @@ def read_timeline(control: ControlDirectory) -> Timeline:
             heads[number] = head
         commits[number] = commits_of(control, number)
     on_line = timeline(heads, commits)
-    there = {(record.step, record.id) for record in on_line}
+    names = {(record.step, record.id) for record in on_line}
     every = [record for records in commits.values() for record in records]
-    abandoned = [record for record in every if (record.step, record.id) not in there]
+    abandoned = [record for record in every if (record.step, record.id) not in names]
     oldest = on_line[-1].attempt if on_line else max(heads, default=None)
     return Timeline(on_line, abandoned, heads.get(oldest) if oldest is not None else None)

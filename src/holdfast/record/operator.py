@@ -1,10 +1,10 @@
 """What people asked of a run: pins, resets, pauses, exclusions, skipped data, requeues.
 
 Guarantee: a request is durable before it is journalled, holds across attempts and launches, and may be made
-at any time, beside a live run too: no lease is needed, because a request changes nothing by itself. Only a
-request to stop is for one launch alone. Whoever acts on it (the leading agent, a resume) reads it when it
-acts. The newest record of each kind counts; where two have the same number, or one cannot be read, the
-careful reading does: paused, no reset.
+at any time, even beside a live run: no lease is needed, because a request changes nothing by itself. Only a
+request to stop is for a single launch. Whoever acts on a request (the leading agent, a resume) reads it when
+acting. The newest record of each kind counts; where two have the same number, or one cannot be read, the
+careful reading counts: paused, no reset.
 
 ```
 operator/recovery/000001-paused.json, 000002-unpaused.json
@@ -36,30 +36,30 @@ from holdfast.record.lease import Fence, current_epoch, read_beat, read_claim
 # Nodes and devices that are kept out of the run, with the reason.
 #
 # Guarantee: an exclusion stays, across attempts and launches, until somebody readmits the very thing that was
-# excluded. The newest record of each (node, device) counts; in doubt it is an exclusion: a record that cannot
-# be read, a word that is not known, two records of the same number.
+# excluded. The newest record of each (node, device) counts; in doubt it counts as an exclusion: if a record
+# cannot be read, a word is not known, or two records have the same number.
 #
 # ```
 # exclusions/<node>/000001-excluded.json                   the whole node
 # exclusions/<node>/devices/<device>/000001-excluded.json  one of its devices
 # ```
-# Anybody may write here, at any time: an operator beside a live run, the leading agent on a decision.
+# Anybody may write here, at any time: an operator beside a live run, or the leading agent after a decision.
 
 
 EXCLUDED = "excluded"
 READMITTED = "readmitted"
 DEVICES = "devices"
 LONGEST_NAME = 200
-"""Characters of a node's or device's name as a file's name; file systems take 255."""
+"""Most characters of a node's or device's name as a file name; file systems take 255."""
 
 
 class ExclusionRecord(Exclusion, frozen=True, kw_only=True):
-    """Something that is kept out, with who said so and when. Also what is written of a readmission."""
+    """Something that is kept out, with who said so and when. A readmission is recorded in the same form."""
 
     by: str = ""
     """Who excluded it: an operator, or `recovery`."""
     attempt: int = 0
-    """The newest attempt by then."""
+    """The newest attempt at that time."""
     at: float = 0.0
     """0 if the record could not be read."""
 
@@ -74,7 +74,7 @@ def exclude(
 def readmit(
     control: ControlDirectory, node: str, device: str | None, reason: str, by: str, attempt: int = 0
 ) -> ExclusionRecord:
-    """Let it take part again. A device that was excluded by itself stays out when its node is readmitted."""
+    """Let it take part again. A device that was excluded on its own stays out when its node is readmitted."""
     return _append(control, READMITTED, node, device, reason, by, attempt)
 
 
@@ -96,14 +96,14 @@ def excluded(control: ControlDirectory) -> list[ExclusionRecord]:
 
 def _standing(folder: Path, node: str, device: str | None) -> list[ExclusionRecord]:
     """The exclusion in force in a folder, as a list of none or one."""
-    there = entries(folder)
-    if not there:
+    records = entries(folder)
+    if not records:
         return []
-    if there[0].number:  # else one has no place in the order, so it may be the newest
-        there = [entry for entry in there if entry.number == there[-1].number]
-        if all(entry.word == READMITTED for entry in there):
+    if records[0].number:  # otherwise one has no place in the order, so it may be the newest
+        records = [entry for entry in records if entry.number == records[-1].number]
+        if all(entry.word == READMITTED for entry in records):
             return []
-    entry = next(entry for entry in there if entry.number == 0 or entry.word != READMITTED)
+    entry = next(entry for entry in records if entry.number == 0 or entry.word != READMITTED)
     record = contents(entry, ExclusionRecord)
     if record is None or (record.node, record.device) != (node, device):
         why = f"its record {entry.path.name} cannot be read, so it counts as an exclusion"
@@ -127,7 +127,7 @@ def _root(control: ControlDirectory) -> Path:
 
 
 def _as_name(text: str, what: str) -> str:
-    """Any text as a file's name, from which it can be told again."""
+    """Any text as a file name, from which the text can be recovered."""
     try:
         name = quote(text, safe=" ")
     except UnicodeEncodeError:
@@ -142,11 +142,11 @@ def _as_name(text: str, what: str) -> str:
     return name
 
 
-# Data that the run leaves out, because a step fails on it everywhere: windows of batches, with the reason.
+# Data that the run leaves out because a step fails on them everywhere: windows of batches, with the reason.
 #
 # Guarantee: what is left out once is left out by every later attempt, so that each sees the same samples. The
 # file's name alone says which batches, so a record with damaged contents still counts; a name that does not
-# say so is an error, since nobody could tell any more which samples the run was trained on.
+# is an error, since nobody could tell any more which samples the run was trained on.
 #
 # ```
 # skips/000001-epoch_0_batches_122_122.json
@@ -160,7 +160,7 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True):
     window: Window
     reason: str = ""
     lease: int = 0
-    """The lease's epoch under which it was decided."""
+    """The epoch of the lease under which it was decided."""
     at: float = 0.0
     """0 if the record could not be read."""
 
@@ -216,13 +216,13 @@ class OperatorRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     by: str = ""
     attempt: int = 0
-    """The newest attempt by then."""
+    """The newest attempt at that time."""
     at: float = 0.0
     """0 if the record could not be read."""
     force: bool = False
-    """Of a pin: to be used even if it is suspect or condemned."""
+    """For a pin: to be used even if it is suspect or condemned."""
     once: bool = True
-    """Of a pin: for the next resume only."""
+    """For a pin: for the next resume only."""
 
     def describe(self) -> str:
         who = self.by or "an operator"
@@ -235,7 +235,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str
     """Its name: `step_00000120-3fa9c1d2`."""
     number: int
-    """Of the record; by it a pin that holds once is known to have been used."""
+    """The number of the record, by which a pin that holds once is known to have been used."""
     request: OperatorRequest
 
     @property
@@ -255,7 +255,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     pin: Pin | None
     exclusions: list[ExclusionRecord]
     stop: OperatorRequest | None = None
-    """Of the launch that holds the run."""
+    """The request to stop the launch that holds the run."""
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -286,14 +286,14 @@ def budget_reset(control: ControlDirectory) -> int | None:
 
 def pinned(control: ControlDirectory) -> Pin | None:
     """The checkpoint that the next resume must use; None if nothing is pinned, or it was used already."""
-    there = entries(_folder(control, "pin"))
-    used = {entry.word for entry in there}
-    there = [entry for entry in there if not entry.word.startswith(f"{USED}-")]
-    for entry in reversed(there):
+    records = entries(_folder(control, "pin"))
+    used = {entry.word for entry in records}
+    records = [entry for entry in records if not entry.word.startswith(f"{USED}-")]
+    for entry in reversed(records):
         word, _, checkpoint = entry.word.partition("-")
         if word != PINNED:
             return None
-        # The name is enough: a damaged record costs its reason, and a force that nobody can read is none.
+        # The name is enough: a damaged record loses its reason, and a `force` that nobody can read is none.
         request = contents(entry, OperatorRequest) or OperatorRequest()
         if request.once and f"{USED}-{entry.number}" in used:
             return None
@@ -302,14 +302,14 @@ def pinned(control: ControlDirectory) -> Pin | None:
 
 
 def pin_attempts(control: ControlDirectory) -> set[int]:
-    """The attempts that resumed from a checkpoint that was pinned for them."""
-    there = entries(_folder(control, "pin"))
-    used = [contents(entry, OperatorRequest) for entry in there if entry.word.startswith(f"{USED}-")]
+    """The attempts that resumed from a checkpoint pinned for them."""
+    records = entries(_folder(control, "pin"))
+    used = [contents(entry, OperatorRequest) for entry in records if entry.word.startswith(f"{USED}-")]
     return {request.attempt for request in used if request is not None}
 
 
 def stop_asked(control: ControlDirectory, launches: Collection[str]) -> OperatorRequest | None:
-    """Why one of these launches is to stop; None if nobody asked. An earlier launch's is no other's."""
+    """Why one of these launches is to stop; None if nobody asked. Requests to other launches do not count."""
     wanted = {f"{ASKED}-{launch}" for launch in launches}
     for entry in entries(_folder(control, "stop")):
         if entry.word in wanted:
@@ -349,14 +349,14 @@ def unpause(control: ControlDirectory, reason: str, by: str) -> None:
 
 
 def reset_budget(control: ControlDirectory, reason: str, by: str) -> int:
-    """Count restarts from 0 again; the number of the last attempt that no longer counts."""
+    """Count restarts from 0 again. Returns the number of the last attempt that no longer counts."""
     request = _request(control, reason, by)
     _ask(control, "budget", RESET, "reset_budget", request, f"up to attempt {request.attempt}")
     return request.attempt
 
 
 def stop(control: ControlDirectory, launch: str, reason: str, by: str) -> None:
-    """This launch saves and ends; the next one is not concerned."""
+    """This launch saves and ends; the next one is not affected."""
     _ask(control, "stop", f"{ASKED}-{launch}", "stop", _request(control, reason, by), f"launch {launch}")
 
 
@@ -369,7 +369,7 @@ def pin(
     once: bool = True,
     force: bool = False,
 ) -> None:
-    """The next resume (or with `once=False` every one) uses this checkpoint, or refuses to start."""
+    """The next resume (or every resume, with `once=False`) uses this checkpoint, or refuses to start."""
     request = msgspec.structs.replace(_request(control, reason, by), once=once, force=force)
     _ask(control, "pin", f"{PINNED}-{checkpoint}", "pin", request, checkpoint)
 
@@ -379,9 +379,9 @@ def unpin(control: ControlDirectory, reason: str, by: str) -> None:
 
 
 def use_up(control: ControlDirectory, fence: Fence, used: Pin, attempt: int) -> None:
-    """An attempt has resumed from what was pinned: one that holds once is done with.
+    """An attempt has resumed from what was pinned: a pin that holds once is used up.
 
-    It names the pin, so that one which was made meanwhile is not lost with it.
+    The record names the pin, so that another pin made meanwhile is not lost with it.
     """
     if used.once:
         with fence.guard("use up the pin"):
@@ -432,10 +432,10 @@ def _newest_attempt(control: ControlDirectory) -> int:
 
 
 def _newest(folder: Path) -> list[RecordEntry]:
-    """The records that may be the newest: those of the highest number, or whose number nobody can read."""
-    there = entries(folder)
-    highest = there[-1].number if there else 0
-    return [entry for entry in there if entry.number in (0, highest)]
+    """The records that may be the newest: those with the highest number, or whose number nobody can read."""
+    records = entries(folder)
+    highest = records[-1].number if records else 0
+    return [entry for entry in records if entry.number in (0, highest)]
 
 
 def _folder(control: ControlDirectory, topic: str) -> Path:
@@ -444,8 +444,8 @@ def _folder(control: ControlDirectory, topic: str) -> Path:
 
 # How often the scheduler was asked to queue the job again: one record each, `requeues/000001-asked.json`.
 #
-# A record is written before the scheduler is asked, which may end this process: the count can only be too
-# high. One that came to nothing is withdrawn by `000002-withdrawn-1.json`.
+# A record is written before the scheduler is asked, because that may end this process: so the count can only
+# be too high. A request that came to nothing is withdrawn by `000002-withdrawn-1.json`.
 
 
 REQUEUES_ASKED, WITHDRAWN = "asked", "withdrawn"
@@ -454,13 +454,13 @@ REQUEUES_ASKED, WITHDRAWN = "asked", "withdrawn"
 class Requeue(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     step: int
-    """The highest step that was committed by then."""
+    """The highest step that had been committed by then."""
     job: str = ""
     at: float = 0.0
 
 
 def record_requeue(control: ControlDirectory, attempt: int, step: int, job: str) -> int:
-    """The number of the record."""
+    """Record a request, and return the record's number."""
     return append(
         _requeues_folder(control),
         REQUEUES_ASKED,
@@ -478,16 +478,16 @@ def withdraw_requeue(control: ControlDirectory, number: int, attempt: int, step:
 
 
 def requeues_without_progress(control: ControlDirectory, step: int) -> int:
-    """How often it was asked since the highest committed step, which is `step` now, was lower.
+    """How often the scheduler was asked since the highest committed step reached `step`.
 
-    A record that cannot be read counts. Those up to an operator's reset of the budget do not.
+    A record that cannot be read counts. Those before an operator's reset of the budget do not.
     """
     forgiven = budget_reset(control) or 0
-    there = entries(_requeues_folder(control))
-    withdrawn = {entry.word for entry in there}
+    records = entries(_requeues_folder(control))
+    withdrawn = {entry.word for entry in records}
     asked = [
         entry
-        for entry in there
+        for entry in records
         if not entry.word.startswith(f"{WITHDRAWN}-") and f"{WITHDRAWN}-{entry.number}" not in withdrawn
     ]
     found = [contents(entry, Requeue) for entry in asked]

@@ -1,12 +1,12 @@
-"""The run's secret: what agents of different nodes prove to each other that they belong to the same run.
+"""The run's secret, with which agents of different nodes prove to each other that they belong to one run.
 
-Kept in the control directory, readable by its owner only: who can read it could change the run's records
-anyway. It never travels; a challenge is answered with a code made from it.
+It is kept in the control directory, readable only by its owner: whoever can read it could change the run's
+records anyway. It never travels; a challenge is answered with a code made from it.
 
-`SealedStore` proves with it what agents write into a store that anybody can reach. Guarantee: what was not
-written by this run, for this key, is ignored and told once, and never returned; a value that was overwritten,
-deleted or put back to an older one is written again by whoever has seen it. So a stranger can make agents do
-more work and, by never leaving off, end a run with a clear error; it cannot say anything to them.
+`SealedStore` uses it to prove what agents write into a store that anybody can reach. Guarantee: what was not
+written by this run, for this key, is ignored, reported once, and never returned; a value that was
+overwritten, deleted or reset to an older one is written again by whoever has seen it. So a stranger can make
+agents do more work and, if it never stops, end a run with a clear error; but it cannot tell them anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTH = 64
 
 
 def run_secret(control: ControlDirectory) -> bytes:
-    """The run's secret; made by whoever asks first."""
+    """The run's secret, which is made when it is first asked for."""
     path = control.path / SECRET
     try:
         if not path.exists():
@@ -42,7 +42,7 @@ def run_secret(control: ControlDirectory) -> bytes:
     if len(found) != LENGTH:
         raise ControlError(
             f"{path} has {len(found)} bytes, expected {LENGTH}; it was changed by something else. "
-            "Delete it while the run is not running; it is made again"
+            "Delete it while the run is not running; a new one will be made"
         )
     return found
 
@@ -62,9 +62,9 @@ def proves(code: bytes, secret: bytes, *parts: bytes) -> bool:
 # --- connections whose other end has not proven anything
 
 HANDSHAKE = 5.0
-"""Seconds for the proof."""
+"""Seconds allowed for the proof."""
 MOST_OF_ADDRESS, MOST_STRANGERS = 8, 64
-"""Connections without a proof, of one address and in all; for a moment more, as ranks come together."""
+"""How many connections may lack a proof, per address and in all; more for a moment, as ranks gather."""
 MOMENT = 1.0
 HARD_LIMIT = 256
 
@@ -72,9 +72,9 @@ K = TypeVar("K")
 
 
 def to_cut(strangers: Mapping[K, tuple[str, float]], now: float) -> list[K]:
-    """Of connections without a proof, by address and since when: those to cut, the oldest first.
+    """Which of the connections without a proof to cut, oldest first; each with its address and since when.
 
-    So nobody who comes anew is refused because of those who say nothing, and a proven one never is.
+    So no newcomer is refused because of others that say nothing, and a proven connection is never cut.
     """
     found: list[K] = []
     left = len(strangers)
@@ -93,25 +93,25 @@ def to_cut(strangers: Mapping[K, tuple[str, float]], now: float) -> list[K]:
 
 SEAL = b"hf1"
 TRIES = 10_000
-"""Of one change. Each that fails let another process's through."""
+"""How often one change is tried. Each try that fails let another process's change through."""
 RESTORES = 20
-"""Times that one look writes a value again; what is known is returned all the same."""
+"""How often one look writes a value again; the known value is returned in any case."""
 MIND = 2.0
-"""Seconds between two looks whether what this process said still stands."""
+"""Seconds between two checks that what this process said still stands."""
 FOREIGN = "foreign"
 _SHOWN = 60
 
 
 class _Value(msgspec.Struct, frozen=True):
     number: int
-    """Counts the changes of a key, so that an older value is known for one."""
+    """Counts the changes of a key, so that an older value can be recognised."""
     payload: bytes
 
 
 class SealedStore:
-    """A c10d store's few methods for text, sealed with the run's secret.
+    """The few methods of a c10d store, for text, sealed with the run's secret.
 
-    `scope` is what the keys belong to (a round of a rendezvous): a value of another one proves nothing here.
+    `scope`: what the keys belong to (a round of a rendezvous); a value of another one proves nothing here.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class SealedStore:
     ) -> None:
         self.base = base
         self.foreign = ""
-        """The id of another run that writes here too; it is no garbage, but its nodes are not of this one."""
+        """The id of another run that writes here too: no garbage, but its nodes do not belong to this run."""
         self._secret, self._run, self._scope = secret, run, scope
         self._tell = tell
         self._told = False
@@ -130,14 +130,14 @@ class SealedStore:
         self._added = 0
 
     def within(self, prefix: str) -> SealedStore:
-        """A part of it, with keys of its own."""
+        """A part of this store, with keys of its own."""
         from torch.distributed import PrefixStore
 
         base = PrefixStore(prefix, self.base)
         return SealedStore(base, self._secret, self._run, f"{self._scope}/{prefix}", self._tell)
 
     def get(self, key: str) -> bytes:
-        """Never waits; RuntimeError, as torch's stores raise, if there is none."""
+        """Never waits. Raises RuntimeError if there is no value, as torch's stores do."""
         found = self._look(key)
         if found is None:
             raise RuntimeError(f"there is nothing at {key} that this run has written")
@@ -154,7 +154,7 @@ class SealedStore:
         self._written.add(key)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """What is there afterwards; what is not ours counts as nothing."""
+        """The value afterwards; one that is not ours counts as none."""
         known, wanted = self._known.get(key), expected.encode()
         seen = self._seal(key, known) if known is not None and known.payload == wanted else b""
         for _ in range(TRIES):
@@ -172,18 +172,18 @@ class SealedStore:
                     return opened.payload
             elif known is not None and known.payload != wanted:
                 return self._look(key) or b""
-            # TCPStore answers with what was expected where there is nothing at all.
+            # TCPStore answers with the expected value if there is none at all.
             seen = b"" if found == seen else found
         raise self._given_up(key)
 
     def add(self, key: str, amount: int) -> int:
-        """A count that only rises. Not the store's own: over garbage that one cuts the connection."""
+        """A count that only rises. Not the store's own: that one cuts the connection if it meets garbage."""
         for turn in range(TRIES):
             now = self._look(key) or b""
             count = int(now.split()[0]) if now else 0
             if not amount:
                 return count
-            self._added += 1  # so that no two processes write the same bytes, and both believe they have
+            self._added += 1  # so that no two processes write the same bytes and both believe they have won
             mine = f"{count + amount} {self._me}.{self._added}"
             if self.compare_set(key, now.decode(), mine) == mine.encode():
                 return count + amount
@@ -191,7 +191,7 @@ class SealedStore:
         raise self._given_up(key)
 
     def mind(self) -> None:
-        """Write again what this process has said and somebody has overwritten; every now and then."""
+        """From time to time, write again what this process has said and somebody has overwritten."""
         now = time.monotonic()
         if now - self._minded >= MIND:
             self._minded = now
@@ -203,7 +203,8 @@ class SealedStore:
         self.base.set(f"{FOREIGN}/{self.foreign}", self._seal(FOREIGN, _Value(1, b"")))
 
     def hailed(self) -> bool:
-        """Whether agents of another run, which `foreign` names, have told us so; they learn that we know."""
+        """Whether agents of another run, which `foreign` names, have told us that they are here; they learn
+        that we know."""
         key = f"{FOREIGN}/{self._run}"
         if not self.base.check([key]) or not self._is_foreign(bytes(self.base.get(key))):
             return False
@@ -211,13 +212,13 @@ class SealedStore:
         return True
 
     def heard(self) -> bool:
-        """Whether those whom we hailed know."""
+        """Whether the agents that we hailed know."""
         return bool(self.base.check([f"{FOREIGN}/read"]))
 
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _is_foreign(self, raw: bytes) -> bool:
-        """Whether it has the form of what another run seals."""
+        """Whether it has the form of something that another run has sealed."""
         parts = raw.split(b" ", 4)
         if len(parts) != 5 or parts[0] != SEAL or parts[1] == self._run.encode():
             return False
@@ -264,8 +265,8 @@ class SealedStore:
         self._told = True
         self._tell(
             f"what is at {key!r} in the store of the rendezvous ({raw[:_SHOWN]!r}) was not written by this "
-            "run and is ignored, as is whatever else does not prove to be. Somebody else can reach the "
-            "store: docs/guides/nodes.md says which network it must live in"
+            "run and is ignored, as is everything else that this run did not write. Somebody else can reach "
+            "the store: docs/guides/nodes.md says which network it must live in"
         )
 
     def _given_up(self, key: str) -> DecisionTimeoutError:

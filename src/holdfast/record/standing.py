@@ -1,15 +1,16 @@
-"""What is known of each checkpoint, kept apart from its copies.
+"""What is known about each checkpoint, kept apart from its copies.
 
-One file a record, `standing/<checkpoint id>/<number>-<standing>.json`, created whole and never changed. The
-name alone already says the standing, so a condemnation whose contents cannot be read is still one; a name
-that says nothing known counts as a condemnation too.
+One file per record, `standing/<checkpoint id>/<number>-<standing>.json`, created whole and never changed. The
+name alone says the standing, so a condemnation whose contents cannot be read is still one; a name with an
+unknown standing counts as a condemnation too.
 
-What was judged (suspect, condemned, acquitted) is no affair of one run alone: another one may resume from the
-same directory. So each such record is also written beside the checkpoints, as
-`<checkpoint root>/.standing/<checkpoint's name>/<number>-<standing>.json`, from where it goes along to object
-stores, and whoever resolves a checkpoint in a root reads both. Guarantee: whichever of the two has the newer
-word counts; where neither has seen the other's, the more careful one does. Records beside a root that cannot
-be listed or read count as a condemnation. What cannot be written there now is written at the next start.
+A judgement (suspect, condemned, acquitted) concerns more than one run: another one may resume from the same
+directory. So each such record is also written beside the checkpoints, as
+`<checkpoint root>/.standing/<checkpoint's name>/<number>-<standing>.json`, from where it travels with them to
+object stores, and whoever resolves a checkpoint in a root reads both. Guarantee: whichever of the two has the
+newer word counts; if neither has seen the other's, the more careful one does. Records beside a root that
+cannot be listed or read count as a condemnation. What cannot be written there now is written at the next
+start.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from holdfast.record.lease import Fence
 log = logging.getLogger("holdfast.control")
 
 BESIDE = ".standing"
-"""Below a checkpoint root: the records that go where its checkpoints go."""
+"""The folder in a checkpoint root with the records that go where its checkpoints go."""
 ROOT = "root.json"
 
 
@@ -49,7 +50,7 @@ class Standing(StrEnum):
 
 
 JUDGED = frozenset({Standing.SUSPECT, Standing.CONDEMNED, Standing.ACQUITTED})
-"""What is said of the checkpoint itself and counts for every run; the others are about one run's way."""
+"""What is said about the checkpoint itself and counts for every run; the others concern a run's timeline."""
 
 
 class StandingRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,16 +60,16 @@ class StandingRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     at: float
     origin: str = ""
-    """Beside a root: which run's record this is a copy of, `<run>:<number>-<standing>`."""
+    """In a root: which run's record this is a copy of, `<run>:<number>-<standing>`."""
     seen: list[str] = []
-    """In a run: the origins of what lay beside the checkpoint when this was said, and is so overruled."""
+    """In a run: the origins of the records beside the checkpoint when this was said, which it overrules."""
 
 
 class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run's checkpoints lie, as its newest attempt was told."""
+    """Where a run's checkpoints are, as its newest attempt was told."""
 
     root: str
-    """Relative to the run's directory if it is inside of that: the two may be moved together."""
+    """Relative to the run's directory if it is inside that, so that the two may be moved together."""
     remote: str = ""
 
 
@@ -78,7 +79,7 @@ class Word(NamedTuple):
     number: int
     standing: Standing
     origin: str
-    """Whose word it is; where that cannot be read, at least unlike that of any run."""
+    """Whose word it is; if that cannot be read, something unlike the origin of any run's record."""
     path: Path | None = None
     seen: frozenset[str] = frozenset()
 
@@ -87,7 +88,7 @@ _SEVERITY = (
     Standing.CONDEMNED, Standing.SUSPECT, Standing.ABANDONED, Standing.COMMITTED,
     Standing.VERIFIED, Standing.ACQUITTED, Standing.PROVEN,
 )  # fmt: skip
-"""Most careful first: which one counts if two nodes gave two records the same number."""
+"""Most careful first: the order by which one counts if two nodes gave two records the same number."""
 
 _RECORD_NAME = re.compile(r"([0-9]{6,18})-(.*)\.json")
 _CHECKPOINT = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,99}")
@@ -98,7 +99,7 @@ _NAME = re.compile(r"step_[0-9]{8,12}-([0-9a-f]{8,32})")
 
 
 def newest(words: Sequence[Word]) -> Word | None:
-    """Pure: the one that counts. One whose place in the order cannot be read may be the newest."""
+    """Pure: the word that counts. One whose place in the order cannot be read may be the newest."""
     if not words:
         return None
     unordered = next((word for word in words if word.number == 0), None)
@@ -110,20 +111,20 @@ def newest(words: Sequence[Word]) -> Word | None:
 
 
 def merged(own: Sequence[Word], beside: Sequence[Word]) -> Word | None:
-    """Pure: the word that counts of a run's own records and of those beside the checkpoint.
+    """Pure: the word that counts among a run's own records and those beside the checkpoint.
 
-    Both name their origin, so that each place shows whether it has seen the other's newest judgement.
+    Both name their origin, so each place shows whether it has seen the other's newest judgement.
     """
     mine, theirs = newest(own), newest(beside)
     if mine is None or theirs is None:
         return mine or theirs
     judged = newest([word for word in own if word.standing in JUDGED])
     if theirs.number and theirs.origin in {word.origin for word in own}:
-        return mine  # what lies beside it came from here, and nothing was said there since
+        return mine  # the word there came from here, and nothing has been said there since
     if theirs.number and judged is not None and theirs.origin in judged.seen:
         return mine  # it was known when this run had its say
     if judged is not None and judged.origin in {word.origin for word in beside}:
-        return theirs  # somebody has judged it since, and knew of what was said here
+        return theirs  # somebody has judged it since, knowing what was said here
     return min(mine, theirs, key=lambda word: _SEVERITY.index(word.standing))
 
 
@@ -131,7 +132,7 @@ def merged(own: Sequence[Word], beside: Sequence[Word]) -> Word | None:
 
 
 class RootBook:
-    """The records beside the checkpoints of one root, by a checkpoint's name (its step and id)."""
+    """The records beside the checkpoints of one root, by the checkpoint's name (its step and id)."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / BESIDE
@@ -145,7 +146,7 @@ class RootBook:
         return _evidence(newest(self.words(name)))
 
     def words(self, name: str) -> list[Word]:
-        """What is recorded; one condemnation without a place if that cannot be listed."""
+        """What is recorded; if that cannot be listed, one condemnation without a place in the order."""
         try:
             return [_with_contents(word) for word in _words(self.folder(name), run="?")]
         except ControlError:
@@ -177,8 +178,8 @@ class RootBook:
 class StandingBook:
     """Reads and appends the standing records of a run.
 
-    A checkpoint is given by its id, or by its name: then what lies beside it in its root counts too. `root`:
-    another one than the run's own, for a checkpoint that is resolved there.
+    A checkpoint is given by its id, or by its name: then the records beside it in its root count too. `root`:
+    a root other than the run's own, for a checkpoint that is resolved there.
     """
 
     def __init__(self, control: ControlDirectory, root: Path | None = None) -> None:
@@ -187,7 +188,7 @@ class StandingBook:
         self._root = root
 
     def append(self, fence: Fence, checkpoint: str, standing: Standing, evidence: list[str]) -> None:
-        """Record it for this run and, as well as can be, beside the checkpoint for every other one."""
+        """Record it for this run and, if possible, beside the checkpoint for every other run."""
         standing = Standing(standing)
         id = _id_of(checkpoint)
         roots = self._roots_of(checkpoint) if standing in JUDGED else []
@@ -209,7 +210,7 @@ class StandingBook:
             log.warning("holdfast: %s", problem)
 
     def publish(self, fence: Fence, checkpoint: str) -> str:
-        """See to it that the newest judgement of it also lies beside it; why that could not be done."""
+        """Make sure that its newest judgement is recorded beside it too. Returns why if that failed."""
         name = _NAME.fullmatch(checkpoint)
         judged = newest([word for word in self._own(_id_of(checkpoint)) if word.standing in JUDGED])
         if name is None or judged is None or judged.path is None:
@@ -238,7 +239,7 @@ class StandingBook:
         return problem
 
     def publish_all(self, fence: Fence, checkpoints: Iterable[str]) -> list[str]:
-        """At a start: make up for what earlier attempts, or older releases, did not write beside these."""
+        """At a start: make up for what earlier attempts, or older releases, did not record beside these."""
         known = set(list_names(self._directory))
         found = (self.publish(fence, one) for one in checkpoints if _id_of(one) in known)
         return [problem for problem in found if problem]
@@ -249,7 +250,7 @@ class StandingBook:
         return word.standing if word is not None else Standing.COMMITTED
 
     def evidence_of(self, checkpoint: str) -> list[str]:
-        """What the newest standing rests on; says so if that cannot be read."""
+        """What the newest standing rests on; it says so if that cannot be read."""
         return _evidence(self._word(checkpoint))
 
     def _word(self, checkpoint: str) -> Word | None:
@@ -266,7 +267,7 @@ class StandingBook:
         return _words(self._folder(id), run=self._control.run_id)
 
     def _roots_of(self, name: str) -> list[Path]:
-        """Where a checkpoint of this name may lie: the run's root, or where the run was told to take it."""
+        """Where a checkpoint of this name may be: in the run's root, or where the run was told to find it."""
         if not _NAME.fullmatch(name):
             return []
         if self._root is not None:
@@ -283,7 +284,7 @@ class StandingBook:
 
 
 def _is_there(folder: Path) -> bool:
-    """Also if that cannot be known: then what is recorded there cannot be read, which counts as the worst."""
+    """Whether it is there. True if that cannot be known: records that cannot be read count as the worst."""
     try:
         return folder.is_dir()
     except OSError:
@@ -291,7 +292,7 @@ def _is_there(folder: Path) -> bool:
 
 
 def note_root(control: ControlDirectory, root: Path, remote: str = "") -> None:
-    """At a start: remember where the checkpoints lie, for whoever judges one without the run's settings."""
+    """At a start: remember where the checkpoints are, for whoever judges one without the run's settings."""
     root = root.absolute()
     if root.is_relative_to(control.path):
         root = root.relative_to(control.path)
@@ -333,7 +334,7 @@ def _words(folder: Path, *, run: str) -> list[Word]:
 
 
 def words_in(names: Iterable[str], folder: Path, *, run: str = "?") -> list[Word]:
-    """Pure: by file name; an unknown word is CONDEMNED, an unreadable number is 0."""
+    """Pure: the words by file name; an unknown one is CONDEMNED, an unreadable number is 0."""
     words = []
     for name in names:
         match = _RECORD_NAME.fullmatch(name)
@@ -347,7 +348,7 @@ def words_in(names: Iterable[str], folder: Path, *, run: str = "?") -> list[Word
 
 
 def _with_contents(word: Word) -> Word:
-    """With what only the record itself says, as far as it can be read."""
+    """The word with what only the record's contents say, as far as they can be read."""
     try:
         record = read_record(word.path, StandingRecord) if word.path is not None else None
     except ControlError:

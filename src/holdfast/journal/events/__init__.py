@@ -1,8 +1,8 @@
-"""The events of a run's journal, by subject; each says itself in a line of plain text.
+"""The events of a run's journal, by subject; each can show itself as a line of plain text.
 
-For whoever writes that something happened, and for whoever reads it: the terminal, the report, policies.
-Promises: tags and fields of an event stay; a field that is added has a default, so that older lines are read.
-Never: decide, or read anything but its own fields to say what happened.
+For the code that records what happened, and for its readers: the terminal, the report, policies.
+Promises: tags and fields of an event stay; an added field has a default, so that older lines can be read.
+Never: decide anything, or use more than an event's own fields to say what happened.
 """
 
 from __future__ import annotations

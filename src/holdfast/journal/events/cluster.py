@@ -9,7 +9,7 @@ from holdfast.journal import Event
 
 
 class JobFound(Event, tag="job_found"):
-    """What the scheduler says of the job that an attempt runs in."""
+    """What the scheduler says about the job that an attempt runs in."""
 
     scheduler: str
     job: str
@@ -18,9 +18,9 @@ class JobFound(Event, tag="job_found"):
     """How often the scheduler has queued it again."""
     nodes: list[str] = msgspec.field(default_factory=list)
     ends_at: float | None = None
-    """Seconds since 1970 at which it will be ended; None if never, or if that is not known."""
+    """When it will be ended, in seconds since 1970; None if never, or if not known."""
     requeue: str = ""
-    """The run's slurm.requeue; empty if an older release wrote this."""
+    """The run's slurm.requeue; empty if this was written by an older release."""
     partition: str = ""
 
     def render(self) -> Rendered:
@@ -35,7 +35,7 @@ class JobFound(Event, tag="job_found"):
 
 
 class RequeueAsked(Event, tag="requeue_asked"):
-    """The scheduler was asked to queue the job again, or why not."""
+    """Whether the scheduler was asked to queue the job again, and why or why not."""
 
     job: str
     asked: bool
@@ -51,14 +51,14 @@ class RequeueAsked(Event, tag="requeue_asked"):
 
 
 class HealthFailed(Event, tag="health_failed"):
-    """Health checks of a node that did not pass."""
+    """Health checks that a node did not pass."""
 
     node: str
     status: str
     """warning, critical or unknown: the worst of them."""
     problems: list[str]
     kept_out: bool = False
-    """Whether the node may not take part because of it."""
+    """Whether the node is barred from taking part because of it."""
 
     def render(self) -> Rendered:
         then = "; it is kept out" if self.kept_out else ""

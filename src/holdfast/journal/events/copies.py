@@ -20,7 +20,7 @@ class CopyDrained(Event, tag="copy_drained"):
     read_back: int = 0
     """Files whose bytes the store could not confirm by a checksum of its own."""
     waiting: int = 0
-    """Checkpoints that wait to be copied."""
+    """Checkpoints still waiting to be copied."""
 
     def render(self) -> Rendered:
         behind = f"; {plural(self.waiting, 'checkpoint')} waiting" if self.waiting else ""
@@ -56,7 +56,7 @@ class DrainFailed(Event, tag="drain_failed"):
 
 
 class CopyDeleted(Event, tag="copy_deleted"):
-    """The remote copy of a checkpoint that retention had taken away is gone too."""
+    """The remote copy of a checkpoint that retention had deleted is gone too."""
 
     checkpoint: str
     remote: str
@@ -67,7 +67,7 @@ class CopyDeleted(Event, tag="copy_deleted"):
 
 
 class CopyFetched(Event, tag="copy_fetched"):
-    """A resume brought a checkpoint back from the remote, verified, because the local one would not do."""
+    """A resume fetched a checkpoint from the remote, verified, because the local one could not be used."""
 
     checkpoint: str
     step: int
@@ -87,7 +87,7 @@ class CopyFetched(Event, tag="copy_fetched"):
 
 
 class CopyReplicated(Event, tag="copy_replicated"):
-    """Rank 0's shards now lie on a peer too, verified there; those of other ranks are not told one by one."""
+    """Rank 0's shards are now on a peer too, verified there. Other ranks' are not journalled one by one."""
 
     checkpoint: str
     step: int
@@ -95,7 +95,7 @@ class CopyReplicated(Event, tag="copy_replicated"):
     node: str
     """The peer that holds it."""
     seconds: float
-    """That sending took."""
+    """How long sending took."""
 
     def render(self) -> Rendered:
         what = f"rank {self.rank}'s part of {printable(self.checkpoint)}"
@@ -114,7 +114,7 @@ class ReplicaFailed(Event, tag="replica_failed"):
     step: int
     rank: int
     node: str
-    """The peer that was to hold it."""
+    """The peer that should have held it."""
     error: str
 
     def render(self) -> Rendered:
@@ -127,7 +127,7 @@ class ReplicaFailed(Event, tag="replica_failed"):
 
 
 class CopyReadBack(Event, tag="copy_read_back"):
-    """A committed checkpoint was read from the checkpoint root, beside training: every byte is right."""
+    """A committed checkpoint was read from the checkpoint root, alongside training: every byte is right."""
 
     checkpoint: str
     step: int
@@ -162,12 +162,12 @@ class CopyQuarantined(Event, tag="copy_quarantined"):
 
 
 class CopyReplaced(Event, tag="copy_replaced"):
-    """After a resume: a copy of its checkpoint that was lost or bad was made again, and verified."""
+    """After a resume, a lost or bad copy of its checkpoint was made again, and verified."""
 
     checkpoint: str
     step: int
     rank: int
-    """Whose shards it holds, as it was when they were saved."""
+    """The rank whose shards it holds, as numbered when they were saved."""
     node: str
     kind: str
     """own or replica."""
@@ -200,12 +200,12 @@ class CopiesDropped(Event, tag="copies_dropped"):
 
 
 class StorageAlarm(Event, tag="storage_alarm"):
-    """Two checkpoints in a row could not be used: the storage itself was tried before going on."""
+    """Two checkpoints in a row could not be used, so the storage itself was tested before going on."""
 
     checkpoints: list[str]
     place: str
     probe: str
-    """What trying it showed; empty if nothing was wrong with it."""
+    """What the test showed; empty if nothing was wrong with the storage."""
 
     def render(self) -> Rendered:
         showed = printable(self.probe) or "it took and gave back what was written"

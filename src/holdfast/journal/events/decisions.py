@@ -16,7 +16,7 @@ class RejectedOption(msgspec.Struct, frozen=True):
 
 
 class DecisionMade(Event, tag="decision"):
-    """Something chosen for the whole group, with what it rests on."""
+    """A choice made for the whole group, with what it rests on."""
 
     about: str
     """resume, recovery, …"""
@@ -61,19 +61,19 @@ class Account(Event, tag="account"):
     saved: int | None = None
     """The step of the newest checkpoint that can be used; None if there is none."""
     began: float | None = None
-    """When the run last got on, where that was well before the fault was seen: a rank that stood still."""
+    """When the run last made progress, if well before the fault was seen: for a rank that stood still."""
     exit_code: int = 0
-    """What the launch ends with; 0 if it goes on."""
+    """The code that the launch ends with; 0 if it goes on."""
     kind: str = FAILURE
-    """failure, or stop: it was asked for."""
+    """failure, or stop if it was asked for."""
     files: list[str] = msgspec.field(default_factory=list)
-    """Where the whole of it is kept: error files, last lines, stacks."""
+    """Where all of it is kept: error files, last lines, stacks."""
     suspects: list[str] = msgspec.field(default_factory=list)
-    """Checkpoints that may be the cause; what is found out about them later is told with it."""
+    """Checkpoints that may be the cause; what is learned about them later is shown with the account."""
     undecided: bool = False
-    """A bad result of which the cause is looked for: another incident at the same step may name it."""
+    """A bad result whose cause is still sought: another incident at the same step may name it."""
     alone: bool = False
-    """Told by one launch or node that could ask nobody: what was decided about the attempt goes before it."""
+    """By one launch or node that could ask nobody: what was decided about the attempt takes precedence."""
 
     @property
     def ends(self) -> bool:
@@ -87,7 +87,7 @@ class Account(Event, tag="account"):
 
 
 class OperatorActed(Event, tag="operator_acted"):
-    """Somebody asked something of the run; the record it speaks of is durable already."""
+    """Somebody asked something of the run; the record of what they asked is durable already."""
 
     action: str
     """pause, unpause, reset_budget, pin, unpin, exclude or readmit."""

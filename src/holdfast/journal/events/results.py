@@ -1,4 +1,4 @@
-"""Events of what training yields: steps, rejections, verdicts, probation, standing, and stragglers."""
+"""Events of what training produces: steps, rejections, verdicts, probation, standing, and stragglers."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class StepsDone(Event, tag="steps_done"):
 
 
 class StepRejected(Event, tag="step_rejected"):
-    """The group rejected a step's result before the optimizer used it (with deferred checks: after that)."""
+    """The group rejected a step's result before the optimizer used it (with deferred checks, after)."""
 
     step: int
     reasons: list[str]
     ranks: list[int] = msgspec.field(default_factory=list)
-    """Whose own results, before any reduction, were bad; empty if that is not known."""
+    """The ranks whose own results, before any reduction, were bad; empty if not known."""
     then: str = ""
     """What was done: rerun, dropped, stop, restart."""
     batch: str = ""
-    """The data of the step: batch and epoch, and the samples of those ranks as far as they are known."""
+    """The data of the step: batch and epoch, and the samples of those ranks as far as known."""
     in_a_row: int = 0
-    """Steps dropped in a row by now; 0 where that is not to be told."""
+    """Steps dropped in a row so far; 0 where that is not to be shown."""
 
     def render(self) -> Rendered:
         whose = f" on {plural(len(self.ranks), 'rank')} ({', '.join(map(str, self.ranks))})"
@@ -86,7 +86,7 @@ class Verdict(Event, tag="verdict"):
     evidence: list[str]
     node: str = ""
     device: str = ""
-    """Whom it accuses or, for a transient one, where it was counted."""
+    """What it accuses or, if transient, where it was counted."""
 
     def render(self) -> Rendered:
         where = "/".join(printable(part) for part in (self.node, self.device) if part)
@@ -95,11 +95,11 @@ class Verdict(Event, tag="verdict"):
 
 
 class ProbationEnded(Event, tag="probation_ended"):
-    """The steps after a resume in which what was loaded is watched are over."""
+    """The steps after a resume during which the loaded state is watched are over."""
 
     checkpoint: str
     outcome: str
-    """passed, breached, or unsettled (the attempt was to end before)."""
+    """passed, breached, or unsettled (the attempt had to end first)."""
     first: int
     last: int
     evidence: list[str] = msgspec.field(default_factory=list)
@@ -112,7 +112,7 @@ class ProbationEnded(Event, tag="probation_ended"):
 
 
 class StandingChanged(Event, tag="standing_changed"):
-    """What is known of a checkpoint has changed; the record is durable already."""
+    """What is known about a checkpoint has changed; the record is durable already."""
 
     checkpoint: str
     standing: str
@@ -160,7 +160,7 @@ class DataSkipped(Event, tag="data_skipped"):
 class DeterminismMeasured(Event, tag="determinism_measured"):
     """How much the same step's result differed between two runs of it, relative to its size.
 
-    Of each step that of its worst rank.
+    Each step counts with its worst rank.
     """
 
     steps: int
@@ -170,9 +170,9 @@ class DeterminismMeasured(Event, tag="determinism_measured"):
     p999: float
     largest: float
     ranks: int = 1
-    """How many were compared; older releases looked at rank 0 alone."""
+    """How many ranks were compared; older releases looked at rank 0 alone."""
     worst_rank: int = 0
-    """Where the largest was found."""
+    """The rank with the largest difference."""
 
     def render(self) -> Rendered:
         measured = {
@@ -192,34 +192,34 @@ class DeterminismMeasured(Event, tag="determinism_measured"):
 
 
 class StragglersReported(Event, tag="stragglers_reported"):
-    """What the ranks measured since the last report. The lists have one entry a row: a rank, or a node."""
+    """What the ranks measured since the last report. The lists have one entry per row: a rank, or a node."""
 
     step: int
-    """The last one measured."""
+    """The last step measured."""
     steps: int
-    """How many were, on the rank with the fewest."""
+    """How many steps were measured, on the rank with the fewest."""
     seconds: float
     """Since the last report."""
     step_seconds: float
-    """Of a step, the median of the ranks."""
+    """The median over the ranks of the time of a step."""
     ranks: list[int]
-    """The rank of each row; of a node its slowest."""
+    """The rank of each row; for a node, its slowest rank."""
     nodes: list[str] = msgspec.field(default_factory=list)
     sections: dict[str, list[float]] = msgspec.field(default_factory=dict)
-    """Seconds of an average step by section until the rank arrived."""
+    """By section, the seconds of an average step until the rank arrived."""
     waiting: list[float] = msgspec.field(default_factory=list)
-    """Seconds of it that it is known to have waited for others."""
+    """Seconds of an average step that the rank is known to have waited for others."""
     relative: list[float | None] = msgspec.field(default_factory=list)
-    """Speed against the other ranks: 1 is as quick as they are."""
+    """Speed relative to the other ranks: 1 is as fast as they are."""
     individual: list[float | None] = msgspec.field(default_factory=list)
-    """Speed against its own best."""
+    """Speed relative to its own best."""
     by_node: bool = False
-    """Whether a row is a node: there are too many ranks to list."""
+    """Whether a row is a node, because there are too many ranks to list."""
     group_slower: bool = False
     """Most ranks lost speed at once, so nobody could be named."""
 
     def behind(self, rank: int | None, node: str) -> float:
-        """Seconds for which the others waited for that rank (or, without one, for the slowest of that node):
+        """Seconds that the others waited for that rank (or, if it is None, for the slowest of that node):
         how much later than most of them it arrived in an average step, times the steps."""
         arrived = [sum(column[row] for column in self.sections.values()) for row in range(len(self.ranks))]
         mine = {
@@ -263,7 +263,7 @@ class StragglerFound(Event, tag="straggler_found"):
     relative: float | None = None
     individual: float | None = None
     seconds: float = 0.0
-    """That a step takes longer because of it."""
+    """How much longer a step takes because of it."""
     then: str = "told"
     """told, stop (the run saves and stops) or exclude (it goes on without that device)."""
 

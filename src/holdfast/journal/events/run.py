@@ -35,7 +35,7 @@ class LeaseClaimed(Event, tag="lease_claimed"):
 
 
 class LeaseLost(Event, tag="lease_lost"):
-    """The lease is another launch's by now; whoever writes this stops acting."""
+    """The lease now belongs to another launch; the launch that writes this stops acting."""
 
     epoch: int
     evidence: str
@@ -61,14 +61,14 @@ class AttemptStarted(Event, tag="attempt_started"):
 
 
 class WorkersStarted(Event, tag="workers_started"):
-    """The worker processes of one node run."""
+    """The worker processes of one node are running."""
 
     node: str
     pids: dict[int, int]
     """Global rank → process id."""
     master: str = ""
     kept: bool = False
-    """Whether they are those of the attempt before, which go on in the same processes."""
+    """Whether they are the processes of the attempt before, which go on."""
 
     def render(self) -> Rendered:
         workers, node = plural(len(self.pids), "worker"), printable(self.node)
@@ -89,7 +89,7 @@ class WorkerFailed(Event, tag="worker_failed"):
     error_file: str = ""
     section: str = ""
     left: bool = False
-    """Whether it ended with exit code 0 while others still ran: why they then failed, or just done first."""
+    """Whether it ended with exit code 0 while others still ran: it is why they failed, or was done first."""
 
     def render(self) -> Rendered:
         details = [f"last section: {printable(self.section)}"] if self.section else []
@@ -141,7 +141,7 @@ class RunFinished(Event, tag="run_finished"):
     samples: int
     tokens: int
     counts: str = ""
-    """Whose these are, as in a manifest: `job`, or empty for rank 0's."""
+    """Whose counts these are, as in a manifest: `job`, or empty for rank 0's."""
 
     def render(self) -> Rendered:
         counts = [plural(self.samples, "sample")] if self.samples else []
@@ -173,7 +173,7 @@ _BEFELL = {
 
 
 class RestartFaulted(Event, tag="restart_faulted"):
-    """What ended an iteration of a restartable function, or befell a process in it."""
+    """What ended an iteration of a restartable function, or happened to a process in it."""
 
     iteration: int
     member: int
@@ -181,11 +181,11 @@ class RestartFaulted(Event, tag="restart_faulted"):
     kind: str
     """exception, lost, soft_timeout, hard_timeout, silent, late, unfit or asked."""
     rank: int | None = None
-    """Under which it trained; None for a reserve."""
+    """The rank that it trained under; None for a reserve."""
     node: str = ""
     detail: str = ""
     step: int = 0
-    """The last one that it completed, as far as is known."""
+    """The last step that it completed, as far as known."""
     at: float = 0.0
     """When, in seconds since 1970; the line may be written later."""
     ended: int = 0
@@ -196,7 +196,7 @@ class RestartFaulted(Event, tag="restart_faulted"):
         return Rendered(self.summary(), "fault", details)
 
     def summary(self) -> str:
-        """What befell whom: "rank 1 on a raised: ValueError: bad sample"."""
+        """What happened to whom: "rank 1 on a raised: ValueError: bad sample"."""
         reserve = f"reserve {self.member}" if self.member >= 0 else "a process"
         who = reserve if self.rank is None else f"rank {self.rank}"
         where = f" on {self.node}" if self.node else ""
@@ -205,7 +205,7 @@ class RestartFaulted(Event, tag="restart_faulted"):
 
 
 class RestartPlanned(Event, tag="restart_planned"):
-    """There is another iteration: who takes part in it, and why."""
+    """Another iteration follows: who takes part in it, and why."""
 
     iteration: int
     world_size: int
@@ -218,7 +218,7 @@ class RestartPlanned(Event, tag="restart_planned"):
     seconds: float = 0.0
     """From the first fault to the plan."""
     ended: int = 0
-    """The attempt that the iteration before was, if it was one."""
+    """The attempt that the previous iteration was, if it was one."""
 
     def render(self) -> Rendered:
         text = f"restart in place: iteration {self.iteration} with {plural(self.world_size, 'rank')}"
@@ -235,13 +235,13 @@ class RestartPlanned(Event, tag="restart_planned"):
 
 
 class RestartHandedOver(Event, tag="restart_handed_over"):
-    """There is no further iteration in these processes; who started them decides what follows."""
+    """No further iteration follows in these processes; whoever started them decides what happens next."""
 
     iteration: int
-    """The last one."""
+    """The last iteration."""
     reason: str
     exit_code: int
-    """That the processes end with."""
+    """The code that the processes end with."""
 
     def render(self) -> Rendered:
         text = f"not restarted in place after iteration {self.iteration}: {printable(self.reason)}"
@@ -254,7 +254,7 @@ class FunctionRestarted(Event, tag="function_restarted"):
     iteration: int
     rank: int
     seconds: float
-    """Since this process knew that the iteration before had ended."""
+    """Since this process learned that the previous iteration had ended."""
 
     def render(self) -> Rendered:
         text = f"iteration {self.iteration} begins as rank {self.rank}"
@@ -273,11 +273,11 @@ class StopAsked(Event, tag="stop_asked"):
     """In words: which signal, who, why."""
     node: str = ""
     rank: int | None = None
-    """Where it was seen; None if no rank saw it."""
+    """The rank that saw it; None if no rank did."""
     seconds: float | None = None
     """Until the hard deadline; None if there is none."""
     sender: str = ""
-    """Of a signal, as far as the kernel tells; empty if that is not known."""
+    """Who sent the signal, as far as the kernel tells; empty if not known."""
 
     def render(self) -> Rendered:
         limit = "" if self.seconds is None else f"; {duration(self.seconds)} until the deadline"
@@ -285,7 +285,7 @@ class StopAsked(Event, tag="stop_asked"):
 
 
 class StopHastened(Event, tag="stop_hastened"):
-    """The scheduler ends the job sooner than was known when the stop was asked for."""
+    """The scheduler will end the job sooner than was known when the stop was asked for."""
 
     seconds: float
     """Until the hard deadline as it is now."""
@@ -297,11 +297,11 @@ class StopHastened(Event, tag="stop_hastened"):
 
 
 class StopAgreed(Event, tag="stop_agreed"):
-    """All ranks know after which step they stop."""
+    """All ranks know which step they stop after."""
 
     step: int
     after: float
-    """Seconds since it was asked for."""
+    """Seconds since the stop was asked for."""
 
     def render(self) -> Rendered:
         text = f"all ranks stop after step {self.step} (agreed in {duration(self.after)})"
@@ -313,11 +313,11 @@ class StopSaved(Event, tag="stop_saved"):
 
     step: int
     checkpoint: str = ""
-    """What holds it; empty if nothing was done yet that could be saved."""
+    """The checkpoint that holds it; empty if there was nothing to save yet."""
     already: bool = False
     """Whether it had been saved before the stop was asked for."""
     seconds: float = 0.0
-    """That the save took."""
+    """How long the save took."""
     after: float = 0.0
     """Seconds since the stop was asked for."""
 
@@ -330,10 +330,10 @@ class StopSaved(Event, tag="stop_saved"):
 
 
 class StopForced(Event, tag="stop_forced"):
-    """A stop did not come to its end by the deadline, or was asked for again: ended as it was."""
+    """A stop was not complete by the deadline, or was asked for again, so it was cut short."""
 
     why: str
-    """Says so if the state was saved all the same."""
+    """It says so if the state was saved all the same."""
     rank: int | None = None
     stacks: str = ""
     """File with what every thread of the rank was doing."""

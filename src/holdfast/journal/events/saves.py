@@ -1,6 +1,6 @@
-"""Events of saves and resumes: what was saved and taken away, how often, and what a resume used.
+"""Events of saves and resumes: what was saved and deleted, how often, and what a resume used.
 
-Of a save each event also has a line that `holdfast run` prints, stable and made to be searched for:
+Each event of a save also has a line that `holdfast run` prints, stable and made to be searched for:
 
     holdfast: save scheduled: step 12, step_00000012-3fa9c1d2
     holdfast: save committed: step 12, step_00000012-3fa9c1d2, local, 1.2 GiB in 310 ms, training …
@@ -8,8 +8,8 @@ Of a save each event also has a line that `holdfast run` prints, stable and made
     holdfast: save drained: step 12, step_00000012-3fa9c1d2, to the checkpoint root, 1.2 GiB in 3.1 s
     holdfast: save verified: step 12, step_00000012-3fa9c1d2, read back, 1.2 GiB in 6.0 s
 
-`docs/guides/async-saves.md` has the table of them. What fails has words of its own: `save failed` is an error
-in the log of rank 0 and so not printed a second time.
+`docs/guides/async-saves.md` has the table of them. Failures have words of their own: `save failed` is an
+error in the log of rank 0, so it is not printed a second time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SaveStarted(Event, tag="save_started"):
     checkpoint: str
     step: int
     background: bool = False
-    """Whether a process beside the rank writes it, which may outlive the rank."""
+    """Whether it is written by a process beside the rank, which may outlive the rank."""
 
     def render(self) -> Rendered:
         return Rendered(f"save started: {printable(self.checkpoint)}", "plain")
@@ -53,11 +53,11 @@ class SaveCommitted(Event, tag="save_committed"):
     seconds: float
     """Time from the call to the commit."""
     blocked_seconds: float
-    """Time for which training stood still."""
+    """How long training stood still."""
     tier: str = "global"
-    """`local`: committed on the nodes. A save to both tiers is told twice, the second without blocking."""
+    """`local`: committed on the nodes. A save to both tiers has two events, the second without blocking."""
     stored_seconds: float = 0.0
-    """Of `seconds`, what writing and committing the files took on rank 0; 0 if that was not measured."""
+    """The part of `seconds` that rank 0 took to write and commit the files; 0 if not measured."""
     root: str = ""
     """The directory that it was committed in; empty for the local tier."""
 
@@ -67,7 +67,7 @@ class SaveCommitted(Event, tag="save_committed"):
         return Rendered(f"{text} (training stood still for {duration(self.blocked_seconds)})", "saved")
 
     def save_line(self, *, was_local: bool = False) -> str:
-        """`was_local`: the local tier had it before, so this is how it came to the checkpoint root."""
+        """`was_local`: the local tier already had it, so this is how it came to the checkpoint root."""
         if was_local and self.tier != "local":
             return format_save_line(
                 "drained", self.step, self.checkpoint, "to the checkpoint root", self._took
@@ -96,7 +96,7 @@ class SaveFailed(Event, tag="save_failed"):
 
 
 class SaveSkipped(Event, tag="save_skipped"):
-    """A save was due and left out, on all ranks."""
+    """A save that was due was left out, on all ranks."""
 
     checkpoint: str
     step: int
@@ -110,7 +110,7 @@ class SaveSkipped(Event, tag="save_skipped"):
 
 
 class CheckpointsDeleted(Event, tag="checkpoints_deleted"):
-    """Retention, or `holdfast ckpt gc`, took these away; everything older or newer is untouched."""
+    """Retention, or `holdfast ckpt gc`, deleted these; everything older or newer is untouched."""
 
     names: list[str]
     reasons: list[str]
@@ -129,9 +129,9 @@ class CadenceChosen(Event, tag="cadence_chosen"):
     interval: int
     """Steps between saves."""
     seconds: float
-    """The same in time; 0 while no step was measured."""
+    """The same interval in time; 0 until a step has been measured."""
     overhead: float
-    """Expected share of all time lost to saves and failures; 0 while nothing was measured."""
+    """Expected share of all time lost to saves and failures; 0 until something has been measured."""
     mtbf: float
     evidence: list[str]
     warnings: list[str] = msgspec.field(default_factory=list)
@@ -158,7 +158,7 @@ class RungRejected(Event, tag="rung_rejected"):
 
 
 class Resumed(Event, tag="resumed"):
-    """The state is in place, from this checkpoint or from nothing."""
+    """The state is in place, from this checkpoint or for a fresh start."""
 
     checkpoint: str | None
     """None for a fresh start."""
@@ -180,7 +180,7 @@ class Resumed(Event, tag="resumed"):
 
 
 KEPT = 100
-"""Local commits that are remembered: what comes to the root later was drained there."""
+"""How many local commits are remembered: if one comes to the root later, it was drained there."""
 
 
 class SaveLines:
@@ -190,7 +190,7 @@ class SaveLines:
         self._local: deque[str] = deque(maxlen=KEPT)
 
     def line(self, body: Event | Unknown) -> str | None:
-        """What to print for an event; None if it is none of a save's."""
+        """What to print for an event; None if it is not about a save."""
         if isinstance(body, Unknown):
             return None
         if not isinstance(body, SaveCommitted):
