@@ -252,6 +252,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     may_shrink: bool = False
     """Whether the job may go on with fewer nodes than before."""
     excluded: list[Exclusion] = []
+    tied: str = ""
+    """Why the newest checkpoint needs as many ranks as saved it, in words; empty if it does not."""
+
+
+def shrinkable(cluster: Cluster) -> bool:
+    """Whether fewer nodes than before can go on."""
+    return cluster.may_shrink and not cluster.tied
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,9 +302,9 @@ def fit(cluster: Cluster, wanted: int, without: AbstractSet[str] = frozenset()) 
     found = [*here, *taken]
     if len(found) >= wanted:
         return Fit(nodes=found, spares=taken)
-    if cluster.may_shrink and len(found) >= cluster.min_nodes:
+    if shrinkable(cluster) and len(found) >= cluster.min_nodes:
         return Fit(nodes=found, spares=taken, shrinks=True)
-    least = cluster.min_nodes if cluster.may_shrink else wanted
+    least = cluster.min_nodes if shrinkable(cluster) else wanted
     return Fit(nodes=found, spares=taken, missing=least - len(found))
 
 

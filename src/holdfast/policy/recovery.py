@@ -394,6 +394,8 @@ class _Case:
         if not missing:
             return None
         shortage = f"{len(self._fit.nodes)} usable nodes are available, {missing} more are needed"
+        if self._cluster.may_shrink and self._cluster.tied:
+            shortage += f"; fewer cannot go on from what is saved: {self._cluster.tied}"
         self._evidence.append(shortage)
         rest = self._now.capacity_wait - self._now.waited
         if rest > 0:

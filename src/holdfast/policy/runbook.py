@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.base import plural
 from holdfast.errors import MEANINGS, ExitCode
-from holdfast.policy.placement import Cluster, Exclusion, fit
+from holdfast.policy.placement import Cluster, Exclusion, fit, shrinkable
 from holdfast.policy.signs import Cause
 from holdfast.policy.verdicts import DEVICE, REPRODUCIBLE
 
@@ -398,7 +398,7 @@ def _without(cluster: Cluster, drains: Sequence[NodeDrain]) -> Cluster:
 
 def nodes_to_start_with(cluster: Cluster, drains: Sequence[NodeDrain]) -> int | None:
     """How many nodes a start would have, if the run may shrink; None where only its launch says that."""
-    if not cluster.may_shrink:
+    if not shrinkable(cluster):
         return None
     found = fit(_without(cluster, drains), cluster.max_nodes)
     return len(found.nodes) if found.nodes and not found.missing else None
@@ -428,7 +428,8 @@ def capacity(cluster: Cluster, drains: Sequence[NodeDrain], offer: NodeOffer | N
     found = fit(_without(cluster, drains), wanted)
     have = f"{len(found.nodes)} of {wanted} node{'s' * (wanted != 1)}"
     if found.missing:
-        return _too_few(f"wait: {have} usable, {found.missing} more needed")
+        tied = f" (fewer cannot go on: {cluster.tied})" if cluster.may_shrink and cluster.tied else ""
+        return _too_few(f"wait: {have} usable, {found.missing} more needed{tied}")
     if found.shrinks:
         text = f"shrink: {have} usable, and the run may go on with {cluster.min_nodes} or more"
         return Finding(stage=Stage.CAPACITY, mark=StageMark.NOTE, text=text)
@@ -442,7 +443,7 @@ def _offered(cluster: Cluster, offer: NodeOffer, wanted: int) -> Finding:
     have = f"{offer.by} has {offer.nodes} {'free' if offer.queues else 'usable'}, {wanted} are wanted"
     if offer.nodes >= wanted:
         return Finding(stage=Stage.CAPACITY, mark=StageMark.OK, text=f"enough: {have}")
-    if cluster.may_shrink and offer.nodes >= cluster.min_nodes:
+    if shrinkable(cluster) and offer.nodes >= cluster.min_nodes:
         text = f"shrink: {have}, and the run may go on with {cluster.min_nodes} or more"
         return Finding(stage=Stage.CAPACITY, mark=StageMark.NOTE, text=text)
     if not offer.queues:

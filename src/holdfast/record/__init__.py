@@ -159,6 +159,7 @@ if TYPE_CHECKING:
         record_deleted,
         record_done,
         shelve,
+        tied_to_ranks,
         was_committed,
     )
     from holdfast.record.operator import (

@@ -243,3 +243,8 @@ def read_timeline(control: ControlDirectory) -> Timeline:
     abandoned = [record for record in every if (record.step, record.id) not in names]
     oldest = on_line[-1].attempt if on_line else max(heads, default=None)
     return Timeline(on_line, abandoned, heads.get(oldest) if oldest is not None else None)
+
+
+def tied_to_ranks(control: ControlDirectory) -> str:
+    """What ties the timeline's newest checkpoint to the number of ranks that saved it; empty if nothing."""
+    return next((record.tied for record in read_timeline(control).on_line), "")

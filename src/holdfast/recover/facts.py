@@ -40,6 +40,7 @@ from holdfast.record import (
     list_names,
     past_attempts,
     read_record,
+    tied_to_ranks,
 )
 
 # The last lines of a run's last attempts. The cost does not depend on how long the run was.
@@ -234,4 +235,5 @@ def cluster_of(control: ControlDirectory, started: LaunchRecord | None, here: st
         max_nodes=high,
         may_shrink=low < high,
         excluded=[*excluded(control)],
+        tied=tied_to_ranks(control),
     )

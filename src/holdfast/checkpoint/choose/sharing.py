@@ -71,7 +71,8 @@ def reshard(
             only = _only_model if kind == "model" else _only_optimizer
             tracked[part] = only(tracked[part], names[part])
         if part in kinds:
-            taken |= set(_names_in(part, [tracked[part]]))
+            whole = kind not in ("model", "optimizer")
+            taken |= set(_names_in(part, holders.values() if whole else [tracked[part]]))
     tracked = {part: state for part, state in tracked.items() if part in kinds}
     own = {
         "counters": _share_counters([blob["own"]["counters"] for blob in blobs], rank, world),
@@ -134,7 +135,7 @@ def _united(part: str, dicts: Sequence[Mapping[Any, Any]], was: int, world: int)
     found: dict[Any, Any] = {}
     for one in dicts:
         for key, value in one.items():
-            if key in found and first_difference(found[key], value, ""):
+            if key in found and first_difference(found[key], value, "it"):
                 raise IncompleteStateError(
                     f"{part}: {key} differs between the {was} ranks that saved it, so it cannot be shared "
                     f"out to {world}. Resume with {was} ranks"

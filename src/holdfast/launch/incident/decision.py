@@ -97,6 +97,7 @@ from holdfast.record import (
     refused_launch,
     rejection_of,
     rung_of,
+    tied_to_ranks,
 )
 from holdfast.restart import Faulted
 
@@ -645,7 +646,15 @@ class Recovery:
             max_nodes=self._context.max_nodes,
             may_shrink=self._context.elastic,
             excluded=self._context.exclusions(),
+            tied=self._tied() if self._context.elastic else "",
         )
+
+    def _tied(self) -> str:
+        """What ties the run to its number of ranks; nothing is known while the storage does not answer."""
+        look = Bounded(lambda: tied_to_ranks(self._context.control), "tied-to-ranks")
+        with contextlib.suppress(HoldfastError, OSError):
+            return look.result() if look.ended(PATIENCE) else ""
+        return ""
 
 
 def tell_store_lost(context: LaunchContext, attempt: int, node: str, error: str, step: int | None) -> bool:
