@@ -1,0 +1,282 @@
+"""Optimizers that are not torch's, and other state with tensors in it: stored like a model's, and exact."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+import holdfast
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format import metadata as metadatas
+from holdfast.checkpoint.state import nested
+from holdfast.checkpoint.state.adapters import flatten
+from holdfast.checkpoint.state.proof import first_difference
+from kit.ranks.together import together
+from kit.tiny import checkpoints
+
+LARGE = nested.LEAST // 4
+"""Elements of a float32 tensor that is stored by itself."""
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: int
+
+
+class FlatOptimizer:
+    """Of Megatron's shape: each rank has one flat buffer, cut without regard to where parameters begin."""
+
+    def __init__(self, model: nn.Module, rank: int, world: int) -> None:
+        self.parameters = list(model.parameters())
+        total = sum(parameter.numel() for parameter in self.parameters)
+        each = -(-total // world)
+        self.rank, self.each, self.total = rank, each, total
+        self.moment = torch.zeros(min(each, total - rank * each))
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        flat = torch.cat([parameter.grad.flatten() for parameter in self.parameters])  # type: ignore[union-attr]
+        mine = slice(self.rank * self.each, self.rank * self.each + len(self.moment))
+        self.moment.mul_(0.9).add_(flat[mine])
+        update = torch.zeros(self.total)
+        update[mine] = self.moment
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(update)
+        at = 0
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.sub_(0.01 * update[at : at + parameter.numel()].view_as(parameter))
+                parameter.grad = None
+                at += parameter.numel()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffers": [{"dtype": "float32", "moment": self.moment}], "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moment.copy_(state["buffers"][0]["moment"])
+        self.steps = state["steps"]
+
+
+class EightBit(torch.optim.Optimizer):
+    """Of bitsandbytes' shape: moments in eight bits, with a scale for each block and a table of values."""
+
+    BLOCK = 64
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["state1"] = torch.zeros(parameter.shape, dtype=torch.uint8)
+                    state["absmax1"] = torch.zeros(-(-parameter.numel() // self.BLOCK))
+                    state["qmap1"] = torch.linspace(-1, 1, 256)
+                    state["step"] = 0
+                state["step"] += 1
+                blocks = state["qmap1"][state["state1"].long()].flatten().split(self.BLOCK)
+                now = torch.cat([b * m for b, m in zip(blocks, state["absmax1"], strict=True)])
+                now = 0.9 * now + parameter.grad.flatten()
+                state["absmax1"] = torch.stack([block.abs().max() for block in now.split(self.BLOCK)])
+                unit = torch.cat([b / m.clamp(min=1e-9) for b, m in
+                                  zip(now.split(self.BLOCK), state["absmax1"], strict=True)])  # fmt: skip
+                state["state1"] = ((unit + 1) * 127.5).round().to(torch.uint8).view_as(parameter)
+                parameter.sub_(group["lr"] * now.view_as(parameter))
+
+
+class Matrices(torch.optim.Optimizer):
+    """Of Shampoo's shape: for each parameter a list of matrices, one for each of its dimensions."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["factors"] = [torch.eye(size) for size in parameter.shape]
+                    state["step"] = 0
+                state["step"] += 1
+                grad = parameter.grad
+                for at in range(grad.dim()):
+                    side = grad.transpose(0, at).reshape(grad.shape[at], -1)
+                    state["factors"][at] = state["factors"][at] + side @ side.T
+                scale = sum(factor.diagonal().sum() for factor in state["factors"])
+                parameter.sub_(group["lr"] * grad / scale.sqrt())
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 8))
+
+
+def _trained(run_dir: Path, until: int, make: Any, *, background: bool = False) -> list[list[float]]:
+    model = _model()
+    optimizer = make(model)
+    run = holdfast.Run(
+        run_dir=run_dir, checkpoint_interval=1 if background else 0, checkpoint_async_save=background
+    )
+    run.track(model=model, optimizer=optimizer)
+    run.start()
+    while run.step < until:
+        run.begin_step()
+        generator = torch.Generator().manual_seed(run.step)
+        model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+        run.end_step()
+    run.finish()
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: FlatOptimizer(model, 0, 1),
+        lambda model: EightBit(model.parameters()),
+        lambda model: Matrices(model.parameters()),
+    ],
+    ids=["flat buffers", "eight bits", "lists of matrices"],
+)
+def test_optimizers_that_are_not_torchs_resume_bit_for_bit(
+    tmp_path: Path, make: Any, background: bool
+) -> None:
+    whole = _trained(tmp_path / "whole", 6, make)
+    _trained(tmp_path / "parts", 3, make, background=background)
+    assert _trained(tmp_path / "parts", 6, make, background=background) == whole
+    newest = checkpoints(tmp_path / "parts")[-1]
+    entries = metadatas.read(newest).tensors
+    blob = entries["holdfast.rank_00000"].shape[0]
+    stored = sum(1 for name in entries if name.startswith("optimizer."))
+    assert stored >= 1
+    assert blob < 64 * 1024
+
+
+def test_flat_shards_of_two_ranks_resume_and_are_refused_on_three(tmp_path: Path) -> None:
+    """Each rank's buffer differs, and no name says of what it is a part."""
+
+    def work(rank: int) -> Any:
+        world = torch.distributed.get_world_size()
+        until = 3 if not checkpoints(tmp_path / "run") else 6
+
+        def make(model: nn.Module) -> FlatOptimizer:
+            return FlatOptimizer(model, rank, world)
+
+        if world == 3:
+            with pytest.raises(holdfast.HoldfastError) as refused:
+                _trained(tmp_path / "run", until, make)
+            return str(refused.value)
+        return _trained(tmp_path / "run", until, make)
+
+    alone = _trained(tmp_path / "whole", 6, lambda model: FlatOptimizer(model, 0, 1))
+    for name, world in (("save", 2), ("resume", 2), ("other", 3)):
+        (tmp_path / name).mkdir()
+        found = together(tmp_path / name, world, work)
+        if name == "resume":
+            assert found == [alone, alone]
+    for told in found:
+        assert "optimizer.buffers.0.moment differs between the 2 ranks that saved it" in told
+    assert manifests.read(checkpoints(tmp_path / "run")[-1])[0].needs == ["holdfast_nested"]
+
+
+@pytest.mark.parametrize("when", ["after", "before", "never"])
+def test_sparse_adam_resumes(tmp_path: Path, when: str) -> None:
+    """Its gradients are sparse, its state is not. `when` they are cleared: they may lie there at a save."""
+
+    def train(run_dir: Path, until: int) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = nn.Embedding(20, 3, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        run = holdfast.Run(run_dir=run_dir, checkpoint_interval=2)
+        run.track(model=model, optimizer=optimizer)
+        for _, ids in run.steps([torch.tensor([i, i + 3]) for i in range(8)], until=until):
+            if when == "before":
+                optimizer.zero_grad()
+            model(ids).square().sum().backward()
+            optimizer.step()
+            if when == "after":
+                optimizer.zero_grad()
+        return model.weight.tolist()
+
+    whole = train(tmp_path / "whole", 7)
+    train(tmp_path / "parts", 3)
+    assert train(tmp_path / "parts", 7) == whole
+
+
+def read(tensors: dict[str, Any]) -> Metadata:
+    """Metadata that has these tensors."""
+    found = {
+        f"part.{name}": TensorStorageMetadata(TensorProperties(one.dtype), one.size(), [])
+        for name, one in flatten(tensors).items()
+    }
+    return Metadata(found)  # type: ignore[arg-type]
+
+
+_leaf = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.text(max_size=3),
+    st.integers(0, 3).map(lambda size: torch.arange(float(size))),
+    st.just(LARGE).map(torch.ones),
+)
+_states = st.recursive(
+    _leaf,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.lists(inner, max_size=3).map(lambda values: deque(values, maxlen=5)),
+        st.dictionaries(st.sampled_from(["a", "b", "0", "a.b", ""]) | st.integers(0, 2), inner, max_size=3),
+        st.dictionaries(st.sampled_from("xyz"), inner, max_size=3).map(OrderedDict),
+        inner.map(lambda value: Pair(torch.ones(2), 3) if value is None else value),
+    ),
+    max_leaves=8,
+)
+
+
+@given(_states)
+def test_any_state_is_the_same_after_it_was_taken_apart(state: Any) -> None:
+    tensors, left = nested.lift(object(), state)
+    if not nested.is_lifted(left):
+        assert left is state
+        assert not tensors
+        return
+    targets = nested.targets("part", left, read(tensors))
+    assert targets.keys() == tensors.keys()
+    for name, target in targets.items():
+        target.copy_(tensors[name])
+    again = nested.whole(left, targets)
+    assert first_difference(state, again, "state") == ""
+    assert type(again) is type(state)
+
+
+def test_what_is_one_tensor_is_one_tensor_again() -> None:
+    shared = torch.ones(LARGE)
+    tensors, left = nested.lift(object(), {"a": shared, "b": [shared]})
+    assert list(tensors) == ["a"]
+    again = nested.whole(left, nested.targets("part", left, read(tensors)))
+    assert again["a"] is again["b"][0]
+
+
+def test_little_stays_where_it_was() -> None:
+    state = {"small": torch.ones(10), "number": 3}
+    assert nested.lift(object(), state) == ({}, state)
