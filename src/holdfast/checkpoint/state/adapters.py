@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.base import is_traceable_wrapper_subclass
+from holdfast.base import is_traceable_wrapper_subclass, local_part
 from holdfast.checkpoint.format import FAILURES, about
 from holdfast.errors import IncompleteStateError
 
@@ -211,15 +213,91 @@ class Wrapped(dict[str, Any]):
         self.whole = whole
 
 
+class Piece(torch.Tensor):
+    """What this rank holds of a tensor, and where in the whole that lies. Its size is that of the whole.
+
+    It has what DCP asks of a tensor that is stored in parts, and nothing else can be done with it.
+    """
+
+    local: torch.Tensor
+    offsets: torch.Size
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, whole: torch.Size, offsets: torch.Size) -> Piece:
+        made: Piece = torch.Tensor._make_wrapper_subclass(
+            cls, whole, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        made.local, made.offsets = local, offsets
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.detach.default:
+            whole = args[0]
+            return cls(whole.local.detach(), whole.size(), whole.offsets)
+        raise NotImplementedError(f"{function} of a part of a tensor: use its `local`")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Piece({tuple(self.local.size())} at {tuple(self.offsets)} of {tuple(self.size())})"
+
+    def __local_part__(self) -> torch.Tensor:
+        return self.local
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(self.offsets, self.local.size())
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        del object
+        properties = TensorProperties(self.dtype, self.local.layout, self.requires_grad)
+        if not self.local.numel() and self.numel():
+            return []  # of a whole that is cut into fewer parts than there are ranks
+        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=self.size())
+        return [WriteItem(MetadataIndex(fqn, self.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        if index.offset is not None and tuple(index.offset) != tuple(self.offsets):
+            raise ValueError(f"this rank holds {self!r}, not what lies at {tuple(index.offset)}")
+        return self.local
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
-    """The inner tensors of one that only wraps others, such as a quantized weight: they hold its bytes."""
+    """A tensor that only wraps others, such as a quantized weight, has no bytes of its own: those have.
+
+    So has what a distributed tensor of that kind holds on this rank. Its inner tensors are parts of a whole,
+    as it is, where they are cut as it is; of others nothing says of what they are a part.
+    """
     whole: Any = tensor
-    if type(tensor) is torch.Tensor:  # first, because there are very many of these
+    if type(tensor) is torch.Tensor:  # first: there are very many of these
         return tensor
-    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(whole):
+    local: Any = local_part(tensor) if isinstance(tensor, DTensor) else whole
+    if not is_traceable_wrapper_subclass(local):
         return tensor
-    names, _ = whole.__tensor_flatten__()
-    return Wrapped(tensor, {name: unwrapped(getattr(tensor, name)) for name in names})
+    names, _ = local.__tensor_flatten__()
+    inner = {name: unwrapped(getattr(local, name)) for name in names}
+    if isinstance(tensor, DTensor):
+        inner = {name: _part_of(tensor, local_part(tensor), one) for name, one in inner.items()}
+    return Wrapped(tensor, inner)
+
+
+def _part_of(whole: DTensor, local: torch.Tensor, one: torch.Tensor | Wrapped) -> torch.Tensor | Wrapped:
+    """An inner tensor as the part that it is, if it reaches as far as its rank's share where that is cut.
+
+    Should it do so by chance, its size will not fit at another number of ranks, and it is refused there.
+    """
+    cut = {dim for placement in whole.placements if (dim := getattr(placement, "dim", None)) is not None}
+    if isinstance(one, Wrapped) or not cut or one.dim() <= max(cut):
+        return one
+    if any(one.size(dim) != local.size(dim) for dim in cut):
+        return one
+    share: Any = whole
+    (chunk,) = share.__create_chunk_list__()
+    size, offsets = list(one.size()), [0] * one.dim()
+    for dim in cut:
+        size[dim], offsets[dim] = whole.size(dim), chunk.offsets[dim]
+    return Piece(one, torch.Size(size), torch.Size(offsets))
 
 
 def is_storable(value: object) -> bool:
@@ -240,7 +318,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor
 
 def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The reverse of `unwrapped`: inner tensors were loaded in place, so what wraps them is up to date."""
-    return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
+    return {key: _rewrapped(value) for key, value in entries.items()}
+
+
+def _rewrapped(value: Any) -> Any:
+    if isinstance(value, Piece):
+        return value.local
+    return value.whole if isinstance(value, Wrapped) else value
 
 
 def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:

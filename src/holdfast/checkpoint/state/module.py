@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from holdfast.base import ActivationWrapper, InstanceNorm, NormBase
+from holdfast.base import ActivationWrapper, InstanceNorm, NormBase, local_part
 from holdfast.checkpoint.format import fingerprint as fingerprints
 from holdfast.checkpoint.format import plain
-from holdfast.checkpoint.state.adapters import Wrapped, rewrapped, split
+from holdfast.checkpoint.state.adapters import Piece, Wrapped, rewrapped, split
 from holdfast.errors import IncompleteStateError, SaveFailedError
 
 RECORD = "holdfast.changed"
@@ -177,6 +177,13 @@ def same_memory(a: Any, b: Any) -> bool:
             and a.keys() == b.keys()
             and all(same_memory(a[key], b[key]) for key in a)
         )
+    if isinstance(a, Piece) or isinstance(b, Piece):
+        return (
+            isinstance(a, Piece)
+            and isinstance(b, Piece)
+            and (a.size(), a.offsets) == (b.size(), b.offsets)
+            and same_memory(a.local, b.local)
+        )
     if isinstance(a, DTensor) or isinstance(b, DTensor):
         return (
             isinstance(a, DTensor)
@@ -279,7 +286,8 @@ def _fingerprints(tensors: Mapping[str, Any]) -> dict[str, str]:
     kinds: dict[str, str] = {}
     plains: list[torch.Tensor] = []
     for name, value in _flat(tensors):
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = value.local if isinstance(value, Piece) else value
+        local = local.to_local() if isinstance(local, DTensor) else local
         if is_lazy(local) or local.device.type == "meta" or local.layout is not torch.strided:
             continue
         try:
@@ -502,12 +510,24 @@ def _fresh(name: str, like: Any, stored: Mapping[str, TensorStorageMetadata]) ->
     if isinstance(like, Wrapped):
         inner = {key: _fresh(f"{name}.{key}", value, stored) for key, value in like.items()}
         whole: Any = like.whole
-        _, context = whole.__tensor_flatten__()
-        again = type(whole).__tensor_unflatten__(rewrapped(inner), context, whole.size(), whole.stride())
+        local: Any = local_part(whole)
+        _, context = local.__tensor_flatten__()
+        again = type(local).__tensor_unflatten__(rewrapped(inner), context, local.size(), local.stride())
+        if isinstance(whole, DTensor):
+            again = DTensor.from_local(
+                again,
+                whole.device_mesh,
+                whole.placements,
+                run_check=False,
+                shape=whole.size(),
+                stride=whole.stride(),
+            )
         return Wrapped(again, inner)
     entry = stored.get(name)
     if entry is None:
         return like
+    if isinstance(like, Piece):
+        return Piece(torch.empty_like(like.local), like.size(), like.offsets)
     if isinstance(like, DTensor):
         return torch.empty_like(like, dtype=entry.properties.dtype)
     device = torch.device("cpu") if is_lazy(like) else like.device

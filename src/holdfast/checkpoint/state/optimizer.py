@@ -355,7 +355,13 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
     if isinstance(tensor, DTensor):
         if not isinstance(parameter, DTensor) or tensor.device_mesh != parameter.device_mesh:
             raise ValueError("it is distributed over a different mesh from its parameter")
-        if not like or tensor.placements != parameter.placements:
+        if _is_wrapping(local_part(tensor)):
+            kind = type(local_part(tensor)).__name__
+            raise ValueError(
+                f"it is distributed, and on each rank a {kind}, which only a model's parameters and buffers "
+                "may be. Keep the optimizer's state in plain tensors"
+            )
+        if not like or tensor.placements != parameter.placements or _is_wrapping(local_part(parameter)):
             facts["placements"] = tuple(tensor.placements)
         return facts
     if _is_wrapping(tensor):

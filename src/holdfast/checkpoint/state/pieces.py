@@ -21,70 +21,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from holdfast.checkpoint.state.adapters import Wrapped
+from holdfast.checkpoint.state.adapters import Piece, Wrapped
 from holdfast.errors import UsageError
 
 LOWEST = "lowest"
 """Said of tensors that differ between ranks: at another number of ranks all take the lowest rank's."""
-
-
-class Piece(torch.Tensor):
-    """What this rank holds of a tensor, and where in the whole that lies. Its size is that of the whole.
-
-    It has what DCP asks of a tensor that is stored in parts, and nothing else can be done with it.
-    """
-
-    local: torch.Tensor
-    offsets: torch.Size
-
-    @staticmethod
-    def __new__(cls, local: torch.Tensor, whole: torch.Size, offsets: torch.Size) -> Piece:
-        made: Piece = torch.Tensor._make_wrapper_subclass(
-            cls, whole, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
-        made.local, made.offsets = local, offsets
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if function is torch.ops.aten.detach.default:
-            whole = args[0]
-            return cls(whole.local.detach(), whole.size(), whole.offsets)
-        raise NotImplementedError(f"{function} of a part of a tensor: use its `local`")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Piece({tuple(self.local.size())} at {tuple(self.offsets)} of {tuple(self.size())})"
-
-    def __local_part__(self) -> torch.Tensor:
-        return self.local
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(self.offsets, self.local.size())
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        del object
-        properties = TensorProperties(self.dtype, self.local.layout, self.requires_grad)
-        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=self.size())
-        return [WriteItem(MetadataIndex(fqn, self.offsets), WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        if index.offset is not None and tuple(index.offset) != tuple(self.offsets):
-            raise ValueError(f"this rank holds {self!r}, not what lies at {tuple(index.offset)}")
-        return self.local
 
 
 @dataclass(frozen=True)

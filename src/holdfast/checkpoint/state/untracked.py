@@ -23,8 +23,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from holdfast.base import local_part
-from holdfast.checkpoint.state.adapters import GeneratorState, ScheduleState, TrackerState
+from holdfast.base import is_traceable_wrapper_subclass, local_part
+from holdfast.checkpoint.state.adapters import (
+    GeneratorState,
+    ScheduleState,
+    TrackerState,
+    flatten,
+    unwrapped,
+)
 from holdfast.checkpoint.state.tracked import Tracked
 
 SAMPLE = 64 << 10
@@ -80,9 +86,10 @@ class Unheld:
         if all_by_value:
             found += _left_out(tracked, versions)
         for words, parameter in found:
-            if _place(parameter) in seen:
+            places = {_place(inner) for inner in flatten({"": unwrapped(parameter)}).values()}
+            if places <= seen:
                 continue
-            seen.add(_place(parameter))
+            seen |= places
             self._take(words, parameter)
 
     def _take(self, words: str, parameter: torch.Tensor) -> None:
@@ -150,11 +157,18 @@ def _place(tensor: torch.Tensor) -> int:
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
     """A view of some of its bytes; None where this process cannot write to them."""
-    memory = local_part(parameter)
+    memory: Any = local_part(parameter)
     plain = type(memory) is torch.Tensor or isinstance(parameter, DTensor | nn.Parameter)
-    if not plain or not memory.is_cpu or memory.layout is not torch.strided or not memory.is_contiguous():
+    if (
+        not plain
+        or is_traceable_wrapper_subclass(memory)
+        or not memory.is_cpu
+        or memory.layout is not torch.strided
+        or not memory.is_contiguous()
+    ):
         return None
-    return memory.reshape(-1).view(torch.uint8)[:SAMPLE]
+    sample: torch.Tensor = memory.reshape(-1).view(torch.uint8)[:SAMPLE]
+    return sample
 
 
 def _may_hold_anything(tracked: Tracked) -> bool:

@@ -1,0 +1,194 @@
+"""Sharded state over meshes of any shape, saved on one and resumed on another, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import holdfast
+from holdfast.base import local_part
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.errors import IncompleteStateError
+from kit.ranks.together import together
+from kit.tiny import checkpoints
+
+HIDDEN = 6
+"""Not a multiple of four: some shards are smaller, and some ranks have none."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, HIDDEN)
+        self.down = nn.Linear(HIDDEN, 4, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.scale.sum()
+
+
+def _built(shape: tuple[int, ...]) -> nn.Module:
+    """Over a mesh of (replicas,) shards and tensor-parallel ranks; of one rank, plain."""
+    torch.manual_seed(0)
+    model = Block()
+    if not dist.is_initialized() or shape == ():
+        return model
+    names = ("replicate", "shard", "tensor")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if mesh["tensor"].size() > 1:
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh[names[:-1]] if len(names) > 2 else mesh["shard"])
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def _whole(tensor: torch.Tensor) -> list[float]:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    values: list[float] = full.detach().flatten().tolist()
+    return values
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    found = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        moments: Mapping[str, Any] = optimizer.state[parameter]
+        found |= {f"{name}.{key}": _whole(value) for key, value in moments.items()}
+    return found
+
+
+def _trained(run_dir: Path, shape: tuple[int, ...], until: int) -> tuple[Any, Any]:
+    """The state as it was resumed (None at a first start), and at the end."""
+    model = _built(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0)
+    run.track(model=model, optimizer=optimizer)
+    before = _state(model, optimizer) if run.start() else None
+    while run.step < until:
+        run.begin_step()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.end_step()
+    run.finish()
+    return before, _state(model, optimizer)
+
+
+def _on(tmp_path: Path, shape: tuple[int, ...], until: int) -> tuple[Any, Any]:
+    place = tmp_path / f"to{until}"
+    place.mkdir()
+    world = int(torch.tensor(shape).prod())
+    found = together(place, world, lambda rank: _trained(tmp_path / "run", shape, until))
+    assert all(one == found[0] for one in found)
+    return found[0][0], found[0][1]
+
+
+SMALL = [(2, 2), (3, 1), (1, 2)]
+LARGE = [(2, 2, 2), (1, 4, 2), (4, 2), (2, 4), (1, 1, 4), (5, 1), ()]
+
+
+@pytest.mark.parametrize(
+    "shapes", [pytest.param(SMALL, id="2x2"), pytest.param(LARGE, id="2x2x2", marks=pytest.mark.drill)]
+)
+def test_state_goes_from_mesh_to_mesh(tmp_path: Path, shapes: list[tuple[int, ...]]) -> None:
+    """Replicas, shards and tensor parallelism, uneven too; what two of them cut alike is strided."""
+    saved: Any = None
+    for number, shape in enumerate(shapes, start=1):
+        before, after = _on(tmp_path, shape, number)
+        assert before == saved
+        saved = after
+    first = manifests.read(checkpoints(tmp_path / "run")[-1])[0]
+    assert first.world.layout["sizes"] == dict.fromkeys(
+        ("replicate", "shard", "tensor")[-len(shapes[0]) :], 2
+    )
+    assert first.world.tied == []
+
+
+class Eight(torch.Tensor):
+    """A weight in eight bits with a scale for each row, and a table that no rank has a share of."""
+
+    data8: torch.Tensor
+    scale: torch.Tensor
+    table: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data8: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> Eight:
+        made: Eight = torch.Tensor._make_wrapper_subclass(cls, data8.shape, dtype=torch.float32)
+        made.data8, made.scale, made.table = data8, scale, table
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data8", "scale", "table"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Eight:
+        return cls(inner["data8"], inner["scale"], inner["table"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            return cls(*(one.detach() for one in (args[0].data8, args[0].scale, args[0].table)))
+        raise NotImplementedError(str(function))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Eight()"
+
+
+class Quantized(nn.Module):
+    """One weight of that kind, cut along its rows over all ranks; whole where there is one rank."""
+
+    def __init__(self, first: int, *, per_rank_table: bool) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        rows = torch.arange(first, first + 4 * 3, dtype=torch.int8).view(4, 3)
+        mine = slice(rank * 4 // world, (rank + 1) * 4 // world)
+        table = torch.full((5,), float(first + (rank if per_rank_table else 0)))
+        local = Eight(rows[mine].clone(), rows[mine].float().sum(1), table)
+        mesh = init_device_mesh("cpu", (world,))
+        whole = DTensor.from_local(local, mesh, [torch.distributed.tensor.Shard(0)], run_check=False)
+        self.weight = nn.Parameter(whole, requires_grad=False)
+
+
+def _inner(model: Quantized) -> list[list[float]]:
+    local: Any = local_part(model.weight)
+    return [one.flatten().tolist() for one in (local.data8, local.scale, local.table)]
+
+
+@pytest.mark.parametrize("per_rank_table", [False, True])
+def test_a_subclass_inside_a_distributed_tensor(tmp_path: Path, per_rank_table: bool) -> None:
+    """A DTensor over a quantized weight ended the run. What is cut as the whole is reshards, too."""
+
+    def work(rank: int) -> Any:
+        first = 0 if not checkpoints(tmp_path / "run") else 50
+        expected = _inner(Quantized(0, per_rank_table=per_rank_table))
+        model = Quantized(first, per_rank_table=per_rank_table)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model)
+        if per_rank_table and dist.get_world_size() == 4:
+            with pytest.raises(
+                IncompleteStateError, match=r"model\.weight\.table differs between the 2 ranks"
+            ):
+                run.start()
+            run.close()
+            return True
+        if not run.start():
+            run.begin_step()
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        return _inner(model) == expected
+
+    for number, world in enumerate((2, 2, 4, 1)[: 3 if per_rank_table else 4]):
+        (tmp_path / str(number)).mkdir()
+        assert together(tmp_path / str(number), world, work) == [True] * world
