@@ -47,7 +47,7 @@ from holdfast.checkpoint.format import (
     placeholder,
 )
 from holdfast.checkpoint.format import metadata as metadatas
-from holdfast.checkpoint.state import OWN, Piece, piece_name
+from holdfast.checkpoint.state import OWN, SplitTensor, split_name
 from holdfast.errors import SaveFailedError
 from holdfast.record import Group, gather, scatter
 
@@ -191,7 +191,7 @@ class SnapshotPlanner(DefaultSavePlanner):
     def plain_tensors(self) -> dict[str, torch.Tensor]:
         """Those that other ranks may hold under the same name, or as the same part of a whole."""
         return {
-            piece_name(name, value): value.local if isinstance(value, Piece) else value
+            split_name(name, value): value.local if isinstance(value, SplitTensor) else value
             for name, value in self.state_dict.items()
             if isinstance(value, torch.Tensor)
             and not isinstance(value, DTensor)
@@ -413,7 +413,7 @@ def _properties(tensor: torch.Tensor) -> TensorProperties:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, Piece):
+    if isinstance(value, SplitTensor):
         where = f"{tuple(value.local.shape)} {tuple(value.offsets)}"
         return f"part {value.dtype} {tuple(value.shape)} {where} {value.requires_grad}"
     if isinstance(value, DTensor):

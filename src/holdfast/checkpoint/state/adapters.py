@@ -213,7 +213,7 @@ class Wrapped(dict[str, Any]):
         self.whole = whole
 
 
-class Piece(torch.Tensor):
+class SplitTensor(torch.Tensor):
     """What this rank holds of a tensor, and where in the whole that lies. Its size is that of the whole.
 
     It has what DCP asks of a tensor that is stored in parts, and nothing else can be done with it.
@@ -223,8 +223,8 @@ class Piece(torch.Tensor):
     offsets: torch.Size
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, whole: torch.Size, offsets: torch.Size) -> Piece:
-        made: Piece = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, local: torch.Tensor, whole: torch.Size, offsets: torch.Size) -> SplitTensor:
+        made: SplitTensor = torch.Tensor._make_wrapper_subclass(
             cls, whole, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.offsets = local, offsets
@@ -238,7 +238,7 @@ class Piece(torch.Tensor):
         raise NotImplementedError(f"{function} of a part of a tensor: use its `local`")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Piece({tuple(self.local.size())} at {tuple(self.offsets)} of {tuple(self.size())})"
+        return f"SplitTensor({tuple(self.local.size())} at {tuple(self.offsets)} of {tuple(self.size())})"
 
     def __local_part__(self) -> torch.Tensor:
         return self.local
@@ -297,7 +297,7 @@ def _part_of(whole: DTensor, local: torch.Tensor, one: torch.Tensor | Wrapped) -
     size, offsets = list(one.size()), [0] * one.dim()
     for dim in cut:
         size[dim], offsets[dim] = whole.size(dim), chunk.offsets[dim]
-    return Piece(one, torch.Size(size), torch.Size(offsets))
+    return SplitTensor(one, torch.Size(size), torch.Size(offsets))
 
 
 def is_storable(value: object) -> bool:
@@ -322,7 +322,7 @@ def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rewrapped(value: Any) -> Any:
-    if isinstance(value, Piece):
+    if isinstance(value, SplitTensor):
         return value.local
     return value.whole if isinstance(value, Wrapped) else value
 

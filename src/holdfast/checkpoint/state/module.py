@@ -34,7 +34,7 @@ from torch.nn.parameter import is_lazy
 from holdfast.base import ActivationWrapper, InstanceNorm, NormBase, local_part
 from holdfast.checkpoint.format import fingerprint as fingerprints
 from holdfast.checkpoint.format import plain
-from holdfast.checkpoint.state.adapters import Piece, Wrapped, rewrapped, split
+from holdfast.checkpoint.state.adapters import SplitTensor, Wrapped, rewrapped, split
 from holdfast.errors import IncompleteStateError, SaveFailedError
 
 RECORD = "holdfast.changed"
@@ -177,10 +177,10 @@ def same_memory(a: Any, b: Any) -> bool:
             and a.keys() == b.keys()
             and all(same_memory(a[key], b[key]) for key in a)
         )
-    if isinstance(a, Piece) or isinstance(b, Piece):
+    if isinstance(a, SplitTensor) or isinstance(b, SplitTensor):
         return (
-            isinstance(a, Piece)
-            and isinstance(b, Piece)
+            isinstance(a, SplitTensor)
+            and isinstance(b, SplitTensor)
             and (a.size(), a.offsets) == (b.size(), b.offsets)
             and same_memory(a.local, b.local)
         )
@@ -286,7 +286,7 @@ def _fingerprints(tensors: Mapping[str, Any]) -> dict[str, str]:
     kinds: dict[str, str] = {}
     plains: list[torch.Tensor] = []
     for name, value in _flat(tensors):
-        local = value.local if isinstance(value, Piece) else value
+        local = value.local if isinstance(value, SplitTensor) else value
         local = local.to_local() if isinstance(local, DTensor) else local
         if is_lazy(local) or local.device.type == "meta" or local.layout is not torch.strided:
             continue
@@ -526,8 +526,8 @@ def _fresh(name: str, like: Any, stored: Mapping[str, TensorStorageMetadata]) ->
     entry = stored.get(name)
     if entry is None:
         return like
-    if isinstance(like, Piece):
-        return Piece(torch.empty_like(like.local), like.size(), like.offsets)
+    if isinstance(like, SplitTensor):
+        return SplitTensor(torch.empty_like(like.local), like.size(), like.offsets)
     if isinstance(like, DTensor):
         return torch.empty_like(like, dtype=entry.properties.dtype)
     device = torch.device("cpu") if is_lazy(like) else like.device

@@ -39,7 +39,7 @@ def lift(thing: object, state: Any) -> tuple[dict[str, Any], Any]:
     kept = isinstance(thing, GeneratorState | TrackerState) or isinstance(state, torch.Tensor)
     if kept or _bytes_of(state) < LEAST:
         return {}, state
-    lifting = _Lifting()
+    lifting = _StateLifting()
     try:
         form = lifting.form(state, "")
     except _AmbiguousPathError:
@@ -87,7 +87,7 @@ class _AmbiguousPathError(Exception):
     """Two entries have one path: a key has dots in it that look like levels."""
 
 
-class _Lifting:
+class _StateLifting:
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
         self._first: dict[object, str] = {}

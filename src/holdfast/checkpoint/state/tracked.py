@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.checkpoint.format import PartEntry, naming
 from holdfast.checkpoint.state import module, nested, optimizer, optimizer_load
 from holdfast.checkpoint.state.adapters import GeneratorState, Stateful, TrackerState, as_stateful, flatten
+from holdfast.checkpoint.state.division import Division
 from holdfast.checkpoint.state.gradient_state import GRADIENTS, GradientState
-from holdfast.checkpoint.state.pieces import Division
 from holdfast.checkpoint.state.unchanged import Known
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 

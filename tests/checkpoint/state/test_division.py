@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import holdfast
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.checkpoint.state.pieces import Division, Piece
+from holdfast.checkpoint.state.division import Division, SplitTensor
 from holdfast.errors import IncompleteStateError, UsageError
 from kit.ranks.together import together
 from kit.tiny import checkpoints
@@ -260,8 +260,8 @@ def test_a_layout_that_is_none_is_refused_at_once(layout: Any) -> None:
 
 
 def test_a_piece_says_its_place_and_nothing_else_can_be_done_with_it() -> None:
-    piece = Piece(torch.ones(2, 3), torch.Size((4, 3)), torch.Size((2, 0)))
+    piece = SplitTensor(torch.ones(2, 3), torch.Size((4, 3)), torch.Size((2, 0)))
     assert (piece.size(), piece.dtype) == (torch.Size((4, 3)), torch.float32)
-    assert repr(piece) == "Piece((2, 3) at (2, 0) of (4, 3))"
+    assert repr(piece) == "SplitTensor((2, 3) at (2, 0) of (4, 3))"
     with pytest.raises(NotImplementedError, match="use its `local`"):
         piece + 1

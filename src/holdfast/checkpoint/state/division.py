@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from holdfast.checkpoint.state.adapters import Piece, Wrapped
+from holdfast.checkpoint.state.adapters import SplitTensor, Wrapped
 from holdfast.errors import UsageError
 
 LOWEST = "lowest"
@@ -65,7 +65,7 @@ class Split:
         return cut[::-1]
 
 
-class _Member(NamedTuple):
+class _DeclaredTensor(NamedTuple):
     """A tensor that a rule is about."""
 
     part: str
@@ -77,15 +77,15 @@ class _Member(NamedTuple):
         return f"{self.part}.{self.entry}"
 
 
-class _Place(NamedTuple):
+class _PlaceInWhole(NamedTuple):
     """Where the part of one tensor lies, with its own size."""
 
     whole: torch.Size
     offsets: torch.Size
     local: torch.Size
 
-    def of(self, tensor: torch.Tensor) -> Piece:
-        return Piece(tensor, self.whole, self.offsets)
+    def of(self, tensor: torch.Tensor) -> SplitTensor:
+        return SplitTensor(tensor, self.whole, self.offsets)
 
 
 Rule = Split | str
@@ -96,7 +96,7 @@ class Division:
 
     def __init__(self) -> None:
         self._rules: dict[str, Rule] = {}
-        self._places: dict[str, dict[str, _Place]] = {}
+        self._places: dict[str, dict[str, _PlaceInWhole]] = {}
         """By model and the name of the entry in it."""
         self.idle: set[str] = set()
         """Patterns that match no tensor of this rank; another rank may have some."""
@@ -138,7 +138,7 @@ class Division:
         if not self._rules:
             return
         self._places = {}
-        members: dict[str, list[_Member]] = {pattern: [] for pattern in self._rules}
+        members: dict[str, list[_DeclaredTensor]] = {pattern: [] for pattern in self._rules}
         self.idle = set(self._rules)
         for part, entries in models.items():
             for entry, value in entries.items():
@@ -153,7 +153,7 @@ class Division:
                         f"track(layout=…): {name} is a {kind}, which says itself how it is divided or "
                         "consists of other tensors; declare plain tensors only"
                     )
-                members[pattern].append(_Member(part, entry, value.size()))
+                members[pattern].append(_DeclaredTensor(part, entry, value.size()))
         # In the order of the declarations, and also where this rank has none: the others wait for its answer.
         for pattern, rule in self._rules.items():
             if isinstance(rule, Split):
@@ -207,7 +207,7 @@ class Division:
         return bool(self._places)
 
 
-def _placed(rule: Split, members: Sequence[_Member]) -> Iterator[_Place]:
+def _placed(rule: Split, members: Sequence[_DeclaredTensor]) -> Iterator[_PlaceInWhole]:
     """Where these parts lie, from the sizes of all parts: those in the same innermost group first."""
     wholes = [list(one.size) for one in members]
     offsets = [[0] * len(one.size) for one in members]
@@ -226,7 +226,7 @@ def _placed(rule: Split, members: Sequence[_Member]) -> Iterator[_Place]:
             offset[dim] += sum(along[:mine])
             size[dim] = sum(along)
     for one, whole, offset in zip(members, wholes, offsets, strict=True):
-        yield _Place(torch.Size(whole), torch.Size(offset), one.size)
+        yield _PlaceInWhole(torch.Size(whole), torch.Size(offset), one.size)
 
 
 def _check_fit(
@@ -253,10 +253,10 @@ def _check_fit(
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor | Piece)
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor | SplitTensor)
 
 
-def _cut(node: Any, place: _Place) -> Any:
+def _cut(node: Any, place: _PlaceInWhole) -> Any:
     """An optimizer's state of a parameter: what has the parameter's shape is cut as the parameter is."""
     if isinstance(node, Wrapped):
         return node
@@ -266,22 +266,22 @@ def _cut(node: Any, place: _Place) -> Any:
 
 
 def _mended(node: Any) -> Any:
-    if isinstance(node, Piece):
+    if isinstance(node, SplitTensor):
         return node.local
     if isinstance(node, Mapping) and not isinstance(node, Wrapped):
         return {key: _mended(one) for key, one in node.items()}
     return node
 
 
-def _localise(entries: dict[str, Any], key: str, place: _Place) -> None:
+def _localise(entries: dict[str, Any], key: str, place: _PlaceInWhole) -> None:
     entry = entries.get(key)
     if isinstance(entry, TensorStorageMetadata) and entry.size == place.whole:
         entries[key] = replace(entry, size=place.local)
 
 
-def piece_name(name: str, tensor: torch.Tensor) -> str:
+def split_name(name: str, tensor: torch.Tensor) -> str:
     """What a tensor's contents are known by among ranks: parts of one tensor are different things."""
-    return f"{name}{list(tensor.offsets)}" if isinstance(tensor, Piece) else name
+    return f"{name}{list(tensor.offsets)}" if isinstance(tensor, SplitTensor) else name
 
 
 def coordinates() -> dict[str, tuple[int, int]]:
