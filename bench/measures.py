@@ -147,6 +147,15 @@ def local_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
     return [blocked for blocked, _ in found["ours"]], [blocked for blocked, _ in found["copy"]]
 
 
+def object_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds for which an asynchronous save of an object holds training up; those of `torch.save` of it."""
+    script = str(Path(__file__).with_name("objects.py"))
+    argv = [sys.executable, script, str(work / "objects"), str(max(8, size_mib // 2)), str(repeat)]
+    found = subprocess.run(argv, stdout=subprocess.PIPE, check=True, timeout=CHILD_DEADLINE)
+    told = json.loads(found.stdout)
+    return told["ours"], told["pickled"]
+
+
 @functools.cache
 def _two_ranks(
     work: Path, size_mib: int, repeat: int, local: str = ""

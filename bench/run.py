@@ -63,6 +63,14 @@ BENCHMARKS = {
         None,
         "ratio",
     ),
+    "object-blocked": Benchmark(
+        "asynchronous save of an object that is not torch's, half the size: training held up",
+        measures.object_blocked,
+        "torch.save of its state into memory",
+        "s",
+        0.5,
+        "ratio",
+    ),
     "async-blocked-copy": Benchmark(
         "the same, fingerprints included",
         measures.blocked_beside_copy,
