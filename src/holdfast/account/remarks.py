@@ -404,6 +404,9 @@ def _stop(body: StopAsked, line: JournalLine, after: Sequence[JournalLine]) -> R
 
 def _slow(body: StragglerFound, line: JournalLine) -> Remark:
     named = f"rank {body.rank} on {body.node}" if body.rank is not None else f"node {body.node}"
+    if body.kind == "link":
+        ranks = ", ".join(map(str, body.ranks))
+        named = f"the links of rank {ranks}" if len(body.ranks) == 1 else f"the link between ranks {ranks}"
     who, why = printable(named), printable(body.why)
     each = f", {duration(body.seconds)} of every step" if body.seconds else ""
     done = {
@@ -414,7 +417,9 @@ def _slow(body: StragglerFound, line: JournalLine) -> Remark:
         "slow",
         line.at,
         f"{who} slowed the others{each}: {why}",
-        "look at that device or node; straggler.stop_if_detected = true makes the run act by itself",
+        "look at the network there; the run does not act by itself on a link"
+        if body.kind == "link"
+        else "look at that device or node; straggler.stop_if_detected = true makes the run act by itself",
         who=who,
         did=f"slowed the others{each}",
         why=why,
@@ -432,7 +437,9 @@ def _waited_for(body: StragglerFound, lines: Sequence[JournalLine]) -> float:
     """For how long the others waited for it in all, by what every comparison measured: how much later than
     most it arrived in an average step, times the steps."""
     total = sum(
-        line.body.behind(body.rank, body.node) for line in lines if isinstance(line.body, StragglersReported)
+        line.body.behind(body.rank, body.node)
+        for line in lines
+        if isinstance(line.body, StragglersReported) and body.kind != "link"
     )
     return total or body.seconds * max(
         (one.body.steps for one in lines if isinstance(one.body, StragglersReported)), default=0
