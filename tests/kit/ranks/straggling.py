@@ -2,8 +2,8 @@
 
 sleep and burn: in the forward, off and on the CPU; input: its batches come late; section: in a section that
 the script has named; other: outside of all sections; plain: sleeps in a loop that does not call run.compute;
-inside: sleeps in a section in which the others wait for it, in a collective; hidden: the same, and the wait is
-one that nothing sees as such.
+inside: sleeps in a section in which the others wait for it, in a collective; hidden: the same, and nothing
+sees that wait as one.
 """
 
 from __future__ import annotations
