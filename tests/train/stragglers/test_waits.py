@@ -36,7 +36,7 @@ def originals() -> list[object]:
     for owner, names in (
         (dist.Work, waits_module.WORK_WAITS),
         (dist.ProcessGroup, (*waits_module.SENDS, *waits_module.COLLECTIVES)),
-        (functional, (*waits_module.TENSOR_WAITS, *waits_module.RESOLVERS, waits_module.WRAPPER)),
+        (functional, (*waits_module.TENSOR_WAITS, *waits_module.RESOLVERS, *waits_module.WRAPPERS)),
     ):
         found += [vars(owner).get(name) for name in names]
     return found
@@ -99,8 +99,8 @@ def every_way(rank: int, group: Any, how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["calls", pytest.param("functional", marks=pytest.mark.drill)])
 def test_every_way_of_waiting_is_seen_with_whom_and_is_not_own_time(tmp_path: Path, how: str) -> None:
-    """F3: synchronous and asynchronous calls, sends and receives; functional collectives, as DTensor has them,
-    whose first call imports for seconds."""
+    """F3: synchronous and asynchronous calls, sends and receives; functional collectives, as DTensor has
+    them, whose first call imports for seconds."""
 
     def work(rank: int) -> Any:
         clock = HostTimes()

@@ -27,8 +27,8 @@ from torch.distributed import distributed_c10d
 
 WORK_WAITS = ("wait",)
 """Of a work: they return when it is done, on its device or on the host."""
-TENSOR_WAITS = ("wait_tensor",)
-"""The same of functional collectives, which have no work."""
+TENSOR_WAITS = ("wait_tensor", "wait_tensors")
+"""The same of functional collectives, which have no work. The second is there from torch 2.15 on."""
 SENDS = ("send", "recv")
 """Of a process group: with one other rank, the second argument."""
 COLLECTIVES = (
@@ -59,8 +59,8 @@ COLLECTIVES = (
 """The same with all ranks of the group. A release of torch has those that it has."""
 RESOLVERS = ("_resolve_group", "_resolve_group_name")
 """Of functional collectives: whatever comes next is one of the group that these return."""
-WRAPPER = "_maybe_wrap_tensor"
-"""Of functional collectives: gets the result that will be waited for."""
+WRAPPERS = ("_maybe_wrap_tensor", "_maybe_wrap_tensors")
+"""Of functional collectives: they get the results that will be waited for."""
 
 MOST_OPEN = 4096
 """Works and tensors that nobody has waited for yet; beyond that their groups are forgotten."""
@@ -121,7 +121,8 @@ class Waits:
             self._change(functional, name, self._tensor_wait)
         for name in RESOLVERS:
             self._change(functional, name, self._resolve)
-        self._change(functional, WRAPPER, self._wrap)
+        for name in WRAPPERS:
+            self._change(functional, name, self._wrap)
 
     def begin_step(self, *, measured: bool) -> None:
         self.on = measured
@@ -177,12 +178,11 @@ class Waits:
 
     def _tensor_wait(self, before: Any) -> Any:
         @functools.wraps(before)
-        def wait_tensor(tensor: Any) -> Any:
+        def wait_tensor(tensors: Any) -> Any:
             if torch.compiler.is_compiling() or not self.on or self._inside or not self._sees():
-                return before(tensor)
-            # By its memory: what is waited for may be another object for the same tensor.
-            where = self._tensors.pop(tensor.data_ptr(), None) if type(tensor) is torch.Tensor else None
-            return self._time(where, lambda: before(tensor))
+                return before(tensors)
+            found = [self._tensors.pop(address, None) for address in _addresses(tensors)]
+            return self._time(found[0] if found else None, lambda: before(tensors))
 
         return wait_tensor
 
@@ -251,17 +251,18 @@ class Waits:
 
     def _wrap(self, before: Any) -> Any:
         @functools.wraps(before)
-        def wrap(tensor: Any) -> Any:
-            if (
-                not torch.compiler.is_compiling()
-                and self.on
-                and type(tensor) is torch.Tensor
-                and self._sees()
-            ):
-                self._tensors[tensor.data_ptr()] = self._group
-            return before(tensor)
+        def wrap(tensors: Any) -> Any:
+            if not torch.compiler.is_compiling() and self.on and self._sees():
+                self._tensors.update(dict.fromkeys(_addresses(tensors), self._group))
+            return before(tensors)
 
         return wrap
+
+
+def _addresses(tensors: Any) -> list[int]:
+    """Of their memory: what is waited for may be another object for the same tensor. Some have none."""
+    given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return [tensor.data_ptr() for tensor in given if type(tensor) is torch.Tensor]
 
 
 def _runs_in_this_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
