@@ -8,6 +8,7 @@ letters of all ranks to the names and the journal's event.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import time
@@ -20,11 +21,13 @@ from holdfast.train.stragglers.scores import (
     COMPUTE,
     INPUT,
     OTHER,
+    Meets,
     RankTimes,
     ScoreLimits,
     Span,
     StragglerJudge,
 )
+from holdfast.train.stragglers.waits import group_key
 
 STEPS, SECTIONS, ROUNDS = 300, 10, 5
 
@@ -72,6 +75,23 @@ def _bare() -> float:
     return (time.thread_time() - began) / STEPS / SECTIONS * 1e6
 
 
+def _meets(rank: int, ranks: int, ranks_per_node: int) -> dict[str, Meets]:
+    """Of a mesh with tensor parallelism in a node, data parallelism between nodes, and a sum over all."""
+    node, place = divmod(rank, ranks_per_node)
+    inside = range(node * ranks_per_node, min((node + 1) * ranks_per_node, ranks))
+    across = range(place, ranks, ranks_per_node)
+    return {
+        _named(inside): Meets(0.01, 64.0),
+        _named(across): Meets(0.02, 32.0),
+        _named(range(ranks)): Meets(0.001, 1.0),
+    }
+
+
+@functools.cache
+def _named(ranks: range) -> str:
+    return group_key(ranks)
+
+
 def judging(ranks: int, ranks_per_node: int) -> Callable[[], float]:
     """Seconds of a report of so many ranks, one of which is slow, after those that have named it."""
     chance = random.Random(0)
@@ -84,7 +104,14 @@ def judging(ranks: int, ranks_per_node: int) -> Callable[[], float]:
             "augment": Span(0.01),
             OTHER: Span(0.006),
         }
-        times = RankTimes(rank=rank, node=f"n{rank // ranks_per_node}", steps=100, noise=1e-4, sections=spans)
+        times = RankTimes(
+            rank=rank,
+            node=f"n{rank // ranks_per_node}",
+            steps=100,
+            noise=1e-4,
+            sections=spans,
+            meets=_meets(rank, ranks, ranks_per_node),
+        )
         letters.append(letter_of(times))
     judge = StragglerJudge(ScoreLimits())
 

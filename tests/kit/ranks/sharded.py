@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,6 +40,9 @@ class Slow:
     """Every step another rank, in turn."""
     jitter: float = 0.0
     """Parts of a block's time by which it varies."""
+    link: tuple[int, ...] = ()
+    """Ranks whose exchanges of tensor parallelism take `slower` seconds longer; no wire here is slow."""
+    slower: float = 0.02
 
     def of(self, rank: int, step: int, world: int) -> float:
         if step < self.begins:
@@ -78,6 +82,8 @@ class Trainer:
         if "tp" in layout:
             for block in self.model:
                 parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if rank in slow.link:
+            self._lengthen(slow.slower)
         if "fsdp" in layout:
             for block in self.model:
                 fully_shard(block, mesh=mesh["fsdp"])
@@ -88,6 +94,17 @@ class Trainer:
             self._pipeline = ScheduleGPipe(stage, MICRO, loss_fn=nn.functional.mse_loss)
         self._first, self._last = at == 0, at == stages - 1
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def _lengthen(self, seconds: float) -> None:
+        exchanged = functional.wait_tensor
+
+        def exchange(tensor: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = exchanged(tensor)
+            if self.step_number >= self._slow.begins:
+                time.sleep(seconds)
+            return result
+
+        functional.wait_tensor = exchange
 
     def _seconds(self) -> float:
         usual = self._usual * (1 + self._slow.jitter * self._chance.uniform(-1, 1))
@@ -140,6 +157,8 @@ def train(
                         "individual": [one.individual for one in finding.scores],
                         "waiting": [round(one.waiting, 3) for one in finding.scores],
                         "seconds": round(finding.step, 4),
+                        "unclear": finding.unclear,
+                        "exchange": {name: round(value, 4) for name, value in finding.floors.items()},
                     }
                 )
     return reports

@@ -27,7 +27,7 @@ import bisect
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -87,6 +87,12 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def waits(self) -> float:
         return math.fsum(span.wait for span in self.sections.values())
+
+    @property
+    def late(self) -> float:
+        """To be compared with that of others. What waits beside a step takes nothing out of its sections,
+        which are as long on all ranks: whoever is late has waited less."""
+        return self.arrives - self.beside
 
     @property
     def busy(self) -> float | None:
@@ -395,6 +401,7 @@ class StragglerJudge:
         self._limits = limits
         self._pasts: dict[frozenset[tuple[bool, bool]], dict[int, _Past]] = {}
         self._past: dict[int, _Past] = {}
+        self._others_wait = _Others([])
         self._late: dict[str, deque[bool]] = {}
         self._named: set[str] = set()
 
@@ -404,9 +411,10 @@ class StragglerJudge:
         told = frozenset((one.marked, one.sees) for one in ranks if one.steps)
         self._past = self._pasts.setdefault(told, {})
         step = _median([one.arrives + one.waits for one in ranks])
+        self._others_wait = _Others([one.waits for one in ranks])
         individual = {one.rank: self._individual(one) for one in ranks}
         parts = stages(ranks)
-        relative = {rank: score for part in parts for rank, score in self._relative(part).items()}
+        relative = {rank: score for part in parts for rank, score in self._relative(part, step).items()}
         scores = [
             Score(
                 rank=one.rank,
@@ -437,7 +445,7 @@ class StragglerJudge:
             fresh=fresh,
             group_slower=slower,
             step=step,
-            unclear=self._unclear(ranks, parts, step),
+            unclear=self._unclear(ranks, parts, step, {one.rank for one in named}),
             floors=links.largest(),
         )
 
@@ -455,10 +463,14 @@ class StragglerJudge:
         return late + self._late_ranks(left, step, individual, slower)
 
     def _unclear(
-        self, ranks: Sequence[RankTimes], parts: Sequence[Sequence[RankTimes]], step: float
+        self,
+        ranks: Sequence[RankTimes],
+        parts: Sequence[Sequence[RankTimes]],
+        step: float,
+        named: Set[int | None],
     ) -> list[int]:
-        """Stages of one rank that work far longer than ranks of others."""
-        alone = [part[0] for part in parts if len(part) == 1]
+        """Stages of one rank that work far longer than ranks of others, and were not faster before."""
+        alone = [part[0] for part in parts if len(part) == 1 and part[0].rank not in named]
         if len(ranks) < 2 or self._limits.relative is None or not alone:
             return []
         arrivals = _Others([one.arrives for one in ranks])
@@ -471,11 +483,11 @@ class StragglerJudge:
 
     # --- scores ---------------------------------------------------------------------------------------------
 
-    def _relative(self, ranks: Sequence[RankTimes]) -> dict[int, float | None]:
+    def _relative(self, ranks: Sequence[RankTimes], step: float) -> dict[int, float | None]:
         if len(ranks) < 2 or self._limits.relative is None:
             return dict.fromkeys((one.rank for one in ranks), None)
-        others = _Others([one.arrives for one in ranks])
-        return {one.rank: _score(others.median(one.arrives), one.arrives) for one in ranks}
+        compared = _Compared(ranks)
+        return {one.rank: compared.speed(one, step) for one in ranks}
 
     def _individual(self, one: RankTimes) -> float | None:
         best = self._best(one.rank)
@@ -525,8 +537,10 @@ class StragglerJudge:
         if more < max(MATTERS * step, LEAST, NOISES * one.noise):
             return None
         if compared.alone:
-            if one.sees and one.arrives + one.waits - best.step < more / 2:
-                return None  # it works longer in what was a bubble of its pipeline, and nobody waits for that
+            if one.sees:  # the only one of its stage: what it now does in its bubble holds nobody up
+                more = min(more, one.arrives + one.waits - best.step)
+                if more < MATTERS * step or one.waits > self._others_wait.median(one.waits):
+                    return None
             section = max(one.sections, key=lambda name: one.sections[name].own, default=OTHER)
         elif compared.behind(one) <= max(MATTERS * more, NOISES * one.noise):
             return None
@@ -551,8 +565,8 @@ class StragglerJudge:
             named = compared.late(typical[node], step, limit)
             if named is None:
                 continue
-            others = compared.others(typical[node])
-            behind = [member.arrives - others >= named.seconds / 2 for member in members]
+            others = typical[node].late - compared.behind(typical[node])
+            behind = [member.late - others >= named.seconds / 2 for member in members]
             if sum(behind) >= NODE_SHARE * len(members):
                 found.append(
                     msgspec.structs.replace(named, kind=ScoreKind.NODE, rank=None, node=node, device="")
@@ -626,7 +640,8 @@ class _Compared:
         busy = [one.busy for one in ranks]
         self._busy = None if None in busy else _Others([value or 0.0 for value in busy])
         self._waits = _Others([one.waits + one.beside for one in ranks]) if _all_see(ranks) else None
-        self._beside = _Others([one.beside for one in ranks])
+        self._beside = any(one.beside for one in ranks)
+        self._lates = _Others([one.late for one in ranks]) if self._beside else self._arrivals
         middle = _median([one.arrives for one in ranks])
         self._spread = 0.0
         if len(ranks) >= ENOUGH_RANKS:
@@ -637,7 +652,12 @@ class _Compared:
 
     def behind(self, one: RankTimes) -> float:
         """Seconds by which it arrives after the others."""
-        return one.arrives - self.others(one)
+        return one.late - self._lates.median(one.late)
+
+    def speed(self, one: RankTimes, step: float) -> float:
+        if self._beside:
+            return _score(step - max(self.behind(one), 0.0), step)
+        return _score(self.others(one), one.arrives)
 
     def where(self, one: RankTimes) -> str:
         """The section in which it loses most against the others."""
@@ -648,20 +668,16 @@ class _Compared:
             return None
         noise = max(NOISES * one.noise, SPREADS * self._spread)
         worth = max(MATTERS * step, LEAST)
-        behind, score = self.behind(one), _score(self.others(one), one.arrives)
+        behind, score = self.behind(one), self.speed(one, step)
         section = self.where(one)
         if score < limit and behind >= max(worth, noise):
             return self._with_waits(_named(one, section, behind, step, relative=score), one)
+        if self._beside:
+            return None
         excess = self._excess(one, section)
         part = _score(_own(one, section) - excess, _own(one, section))
         if part < limit and min(excess, 2 * behind) >= max(worth, noise):
             return self._with_waits(_named(one, section, behind, step, relative=part), one)
-        if one.beside and self._waits is not None and behind >= -CONTRADICTS * step:
-            # What waits beside a step takes nothing out of its sections: they are as long as everybody's.
-            missed = behind + self._beside.median(one.beside) - one.beside
-            speed = _score(step - missed, step)
-            if speed < limit and missed >= max(worth, noise):
-                return self._with_waits(_named(one, section, missed, step, relative=speed), one)
         return self._burns(one, step, limit, behind, max(worth, noise))
 
     def _burns(self, one: RankTimes, step: float, limit: float, behind: float, least: float) -> Named | None:
@@ -786,8 +802,14 @@ def _typical(node: str, members: Sequence[RankTimes]) -> RankTimes:
         )
         for name in sorted(names)
     }
-    noise = _median([one.noise for one in members])
-    return RankTimes(rank=members[0].rank, node=node, steps=members[0].steps, noise=noise, sections=sections)
+    return RankTimes(
+        rank=members[0].rank,
+        node=node,
+        steps=members[0].steps,
+        noise=_median([one.noise for one in members]),
+        sections=sections,
+        beside=_median([one.beside for one in members]),
+    )
 
 
 def _named(
