@@ -56,7 +56,7 @@ def test_the_late_rank_of_a_sharded_model_is_named(tmp_path: Path) -> None:
 def test_where_waits_are_many_and_steps_short_only_some_steps_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F3: as if timing a wait took longer than it does. All ranks measure the same steps, and the rank is named."""
+    """F3: as if timing a wait took longer than it does. All ranks measure the same steps."""
     monkeypatch.setattr(reports, "WAIT_ON_HOST", 1e-5)
     found = ran(tmp_path, {"fsdp": 2}, Slow({1: 0.02}), 90)
     between = [after["step"] - before["step"] for before, after in itertools.pairwise(found)]
@@ -92,7 +92,7 @@ def test_slow_ranks_of_real_meshes_by_seeds(
 def test_nobody_is_named_in_real_meshes_where_no_one_is_to_blame(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:
-    """F3: blocks that vary by half; each step another rank that is slow; stages with other work by design."""
+    """F3: blocks that vary by half; a slow rank that is another one in each step; uneven stages."""
     for seed in range(2):
         assert named(ran(tmp_path, layout, Slow(jitter=0.5), 150, seed=seed)) == set()
         assert named(ran(tmp_path, layout, Slow({0: 0.03}, rotates=True), 60, seed=seed)) == set()
