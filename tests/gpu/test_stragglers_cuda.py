@@ -1,5 +1,7 @@
-"""Sections and waits on a real device: by its clock, without waiting for it. One device: a world of one, or two
-ranks that share it over gloo."""
+"""Sections and waits on a real device: by its clock, without waiting for it.
+
+One device: a world of one, or two ranks that share it over gloo.
+"""
 
 from __future__ import annotations
 
@@ -228,12 +230,11 @@ def test_a_collective_beside_the_step_takes_nothing_out_of_it() -> None:
     times, side = DeviceTimes(CUDA), torch.cuda.Stream(CUDA)
     torch.cuda.synchronize()
     times.begin()
-    with Section(times, COMPUTE):
-        with torch.cuda.stream(side):
-            for where in ("0,1", "0,1", "0,2"):
-                began = times.waits()
-                busy()
-                times.waited(began, where)
+    with Section(times, COMPUTE), torch.cuda.stream(side):
+        for where in ("0,1", "0,1", "0,2"):
+            began = times.waits()
+            busy()
+            times.waited(began, where)
     times.end()
     torch.cuda.current_stream(CUDA).synchronize()
     assert times.take() == []  # the stream beside it is not past it

@@ -105,7 +105,7 @@ def test_nobody_is_named_in_real_meshes_where_no_one_is_to_blame(
 @pytest.mark.drill
 @pytest.mark.timeout(600)
 def test_a_slow_link_is_told_from_a_slow_rank_in_a_real_mesh(tmp_path: Path) -> None:
-    """F3: the exchanges of two ranks' tensor parallelism take longer on both; then one rank is slow instead."""
+    """F3: what two ranks of tensor parallelism exchange takes longer; then a rank is slow instead."""
     layout = {"fsdp": 2, "tp": 2}
     for link in ((0, 1), (2, 3)):
         found = ran(tmp_path, layout, Slow(link=link), 48)
