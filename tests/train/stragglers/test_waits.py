@@ -214,6 +214,18 @@ def test_a_group_of_our_own_and_a_group_of_one_say_nothing_of_whom(tmp_path: Pat
     assert together(tmp_path, 2, work) == [[{}, 2]] * 2
 
 
+def test_a_torch_without_functional_collectives_has_the_other_waits(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits_module, "functional_collectives", lambda: None)
+    monkeypatch.setattr(waits_module, "COLLECTIVES", ("allreduce", "not_there"))
+    clock = HostTimes()
+    waits = Waits(clock)
+    measured(clock, waits, lambda: dist.all_reduce(torch.ones(1)))
+    assert waits.count == 1
+    waits.close()
+
+
 def test_no_group_and_no_work_lives_longer(alone: None) -> None:
     clock = HostTimes()
     waits = Waits(clock)

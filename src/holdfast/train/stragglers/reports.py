@@ -494,7 +494,7 @@ class Stragglers:
         self._since, self._counted, self._mark.seen = time.monotonic(), self._count, 0
         self._measured = 0
         if self._waits is not None:
-            self._waits.count = 0
+            self._waits.begin_report()
         self._times.take()
         self._times.take_met()
 
@@ -856,8 +856,8 @@ class StragglerDetector:
         self._stragglers.begin_step()
 
     def section(self, name: str) -> AbstractContextManager[None]:
-        """A named span of the step. `input` and `compute` have their meaning; it should not wait for others,
-        but for `compute`, whose end may, after its last gradient."""
+        """A named span of the step. `input` and `compute` have their meaning. Where it waits for others, it
+        should be in collectives, or after the last gradient of `compute`."""
         return self._stragglers.section(name)
 
     def compute(self) -> AbstractContextManager[None]:

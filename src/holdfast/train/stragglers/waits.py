@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import xxhash
-from torch.distributed import distributed_c10d
+
+from holdfast.base import functional_collectives, group_of_name, in_backward
 
 WORK_WAITS = ("wait",)
 """Of a work: they return when it is done, on its device or on the host."""
@@ -99,7 +99,7 @@ class Waits:
         """`ours`: a group of Holdfast's own, which says nothing about training."""
         self.on = False
         self.count = 0
-        """Waits timed since this was last set to 0."""
+        """Waits timed in this report."""
         self._clock = clock
         self._ours = ours
         self._thread = threading.get_ident()
@@ -117,6 +117,7 @@ class Waits:
             self._change(dist.Work, name, self._work_wait)
         for name in (*SENDS, *COLLECTIVES):
             self._change(dist.ProcessGroup, name, self._issue)
+        functional = functional_collectives()
         for name in TENSOR_WAITS:
             self._change(functional, name, self._tensor_wait)
         for name in RESOLVERS:
@@ -132,6 +133,11 @@ class Waits:
         if len(self._tensors) > MOST_OPEN:
             self._tensors.clear()
 
+    def begin_report(self) -> None:
+        """A group that is made anew may have the name of an earlier one."""
+        self.count = 0
+        self._named.clear()
+
     def close(self) -> None:
         """Where somebody else has changed the same since, ours stays under theirs and passes it on."""
         self.on = False
@@ -143,7 +149,7 @@ class Waits:
             known.clear()
 
     def _change(self, owner: Any, name: str, made: Callable[[Any], Any]) -> None:
-        before = vars(owner).get(name)
+        before = vars(owner).get(name) if owner is not None else None
         if before is not None:  # this release of torch may not have it
             ours = made(before)
             setattr(owner, name, ours)
@@ -151,7 +157,7 @@ class Waits:
 
     def _sees(self) -> bool:
         """Whether this is training: its thread, or one of autograd's, which works while that one waits."""
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        return threading.get_ident() == self._thread or in_backward()
 
     # --- the calls that wait --------------------------------------------------------------------------------
 
@@ -243,8 +249,8 @@ class Waits:
     def _of_name(self, name: str) -> str | None:
         if name not in self._named:
             try:
-                key = self._known(distributed_c10d._resolve_process_group(name))[0]  # type: ignore[attr-defined, arg-type]
-            except (LookupError, RuntimeError, ValueError):
+                key = self._known(group_of_name(name))[0]
+            except (AttributeError, LookupError, RuntimeError, ValueError):
                 key = None
             self._named[name] = key
         return self._named[name]
