@@ -266,6 +266,7 @@ def test_on_a_device_collectives_beside_the_step_are_counted_while_any_is_on_its
     (step,), (met,) = times.take(), times.take_met()
     assert step[COMPUTE] == [pytest.approx(0.035), 0, 0]
     assert met == {"0,1": [pytest.approx(0.015 + 0.025), 2], "": [pytest.approx(0.035), 1]}
+    assert len({id(event) for event in times._free}) == len(times._free) == len(Event.made)
     device.capturing = True
     times.begin()
     assert times.waits() is None

@@ -119,25 +119,33 @@ def test_of_a_stage_alone_with_its_work_it_is_said_that_it_cannot_be_told() -> N
     (line,) = [line for line in lines_of(finding, 5, 9) if "cannot be told" in line]
     assert line.startswith("straggler scores at step 9 (1.00 is full speed): rank 1: far more work")
     assert event_of(world.report(5), finding, 9, 1.0).unclear == [1]
+    late = Mesh(0, pp=2, fault="rank", factor=3.0).run().findings[-1]
+    assert late.unclear == [], "its own past tells"
+    assert late.named
 
 
 def test_a_stage_that_works_longer_in_its_bubble_is_not_named() -> None:
     """It took the time in which it waited before: nobody waits for it, and a step takes as long."""
-    pair = {"0-1": (0.05, 4.0)}
-    before = [rank_of(0, 0.1, 0.01, meets=pair), rank_of(1, 0.02, 0.09, meets=pair)]
-    after = [before[0], rank_of(1, 0.08, 0.03, meets=pair)]
-    judge = StragglerJudge(ScoreLimits())
-    found = [judge.judge(report) for report in [before] * 3 + [after] * 3]
-    assert all(one.named == [] for one in found)
-    late = [rank_of(0, 0.1, 0.07, meets=pair), rank_of(1, 0.16, 0.01, meets=pair)]
-    found = [judge.judge(late) for _ in range(2)]
-    assert [one.key for one in found[-1].named] == ["rank 1"]
-    judge = StragglerJudge(ScoreLimits())
-    other = [rank_of(0, 0.16, 0.01, meets=pair), rank_of(1, 0.08, 0.09, meets=pair)]
-    found = [judge.judge(report) for report in [before] * 3 + [other] * 3]
-    assert [[one.key for one in finding.named] for finding in found[3:]] == [[]] * 3, (
-        "it is the other's doing"
-    )
+
+    def report(*times: tuple[float, float]) -> list[RankTimes]:
+        names = [f"{rank}-{rank + 1}" for rank in range(len(times) - 1)]
+        found = []
+        for rank, (own, wait) in enumerate(times):
+            meets = dict.fromkeys(names[max(rank - 1, 0) : rank + 1], (wait / 2, 4.0))
+            found.append(rank_of(rank, own, wait, meets=meets))
+        return found
+
+    def named_after(before: list[RankTimes], after: list[RankTimes]) -> list[str]:
+        judge = StragglerJudge(ScoreLimits())
+        assert all(judge.judge(before).named == [] for _ in range(3))
+        return [one.key for one in [judge.judge(after) for _ in range(3)][-1].named]
+
+    before = report((0.05, 0.06), (0.02, 0.09))
+    assert named_after(before, report((0.05, 0.06), (0.09, 0.02))) == []
+    assert named_after(before, report((0.05, 0.12), (0.16, 0.01))) == ["rank 1"]
+    before = report((0.1, 0.01), (0.02, 0.09), (0.1, 0.01), (0.1, 0.01))
+    after = report((0.16, 0.01), (0.08, 0.09), (0.1, 0.07), (0.1, 0.07))
+    assert "rank 1" not in named_after(before, after), "steps became longer, and that is the doing of rank 0"
 
 
 # --- who does the same work
@@ -155,6 +163,11 @@ def test_stages_are_the_ranks_that_meet_without_sending_to_each_other() -> None:
         rank(3, world, "2,3", "1-3"),
     ]
     assert [[one.rank for one in part] for part in stages(ranks)] == [[0, 1], [2, 3]]
+    chain = [("0-1",), ("0-1", "1-2"), ("1-2", "2-3"), ("2-3",)]
+    ends = [rank(at, world, *pairs, *(["0,3"] if at in (0, 3) else [])) for at, pairs in enumerate(chain)]
+    assert [[one.rank for one in part] for part in stages(ends)] == [[0], [1], [2], [3]], "tied weights"
+    roles = [rank(0, world, "0,1"), rank(1, world, "0,1"), rank(2, world), rank(3, world)]
+    assert [[one.rank for one in part] for part in stages(roles)] == [[0, 1], [2, 3]], "not the same work"
     without = [
         msgspec.structs.replace(one, meets={name: met for name, met in one.meets.items() if "-" not in name})
         for one in ranks
@@ -244,6 +257,25 @@ def test_no_link_is_named_where_there_is_nothing_like_it_or_a_rank_is_late() -> 
     both.run()
     assert both.named == both.bad
     assert both.links == set()
+
+
+def test_a_link_is_not_named_for_what_two_somewhat_late_ranks_explain() -> None:
+    """Each is within the threshold; two that are late in different phases make all of a group wait."""
+
+    def report(more: float) -> list[RankTimes]:
+        groups = {"0,1": 0.03, "2,3": 0.001, "0,2": 0.002, "1,3": 0.002}
+        return [
+            rank_of(
+                rank,
+                0.05 + more * (rank in (0, 3)),
+                0.05 - more * (rank in (0, 3)),
+                meets={name: (floor, 4.0) for name, floor in groups.items() if str(rank) in name},
+            )
+            for rank in range(4)
+        ]
+
+    assert judged(report(0.02)).named == []
+    assert [one.key for one in judged(report(0.0)).named] == ["link 0,1"]
 
 
 # --- beside the step, on a device

@@ -317,40 +317,46 @@ def is_pair(name: str) -> bool:
 def stages(ranks: Sequence[RankTimes]) -> list[list[RankTimes]]:
     """The ranks by their work: those of a pipeline's stage, or all of them where nobody sends to anybody.
 
-    Ranks that have collectives with each other do the same work, unless some of that group also send to
-    each other: then it spans stages.
+    Ranks that send to each other, directly or through others, are one pipeline. Those that have collectives
+    with each other do the same work, unless the group has two of one pipeline: then it spans stages. And who
+    does the same work has as many collectives, in whichever groups.
     """
-    known = {one.rank for one in ranks}
-    pairs = {name for one in ranks for name in one.meets if is_pair(name)}
-    if not pairs:
-        return [list(ranks)]
+    pipelines, same = _Parts(ranks), _Parts(ranks)
     groups: dict[str, list[int]] = {}
-    of_rank: dict[int, set[str]] = {}
     for one in ranks:
-        of_rank[one.rank] = {name for name in one.meets if not is_pair(name)}
-        for name in of_rank[one.rank]:
+        for name in one.meets:
             groups.setdefault(name, []).append(one.rank)
-    spanning: set[str] = set()
-    for name in pairs:
-        first, second = (int(part) for part in name.split("-"))
-        if first in known and second in known:
-            spanning |= of_rank[first] & of_rank[second]
-    head = {rank: rank for rank in known}
+    pairs = [members for name, members in groups.items() if is_pair(name)]
+    for members in pairs:
+        pipelines.join(members)
+    if not pairs:
+        same.join([one.rank for one in ranks])
+    for name, members in groups.items():
+        if not is_pair(name) and len({pipelines.of(rank) for rank in members}) == len(members):
+            same.join(members)
+    found: dict[tuple[int, tuple[int, ...]], list[RankTimes]] = {}
+    for one in ranks:
+        counts = sorted(round(meets.count) for name, meets in one.meets.items() if not is_pair(name))
+        found.setdefault((same.of(one.rank), tuple(counts)), []).append(one)
+    return list(found.values())
 
-    def find(rank: int) -> int:
+
+class _Parts:
+    """Ranks in parts that are joined, one by one at first."""
+
+    def __init__(self, ranks: Iterable[RankTimes]) -> None:
+        self._head = {one.rank: one.rank for one in ranks}
+
+    def of(self, rank: int) -> int:
+        head = self._head
         while head[rank] != rank:
             head[rank] = head[head[rank]]
             rank = head[rank]
         return rank
 
-    for name, members in groups.items():
-        if name not in spanning:
-            for member in members[1:]:
-                head[find(member)] = find(members[0])
-    found: dict[int, list[RankTimes]] = {}
-    for one in ranks:
-        found.setdefault(find(one.rank), []).append(one)
-    return list(found.values())
+    def join(self, ranks: Sequence[int]) -> None:
+        for rank in ranks[1:]:
+            self._head[self.of(rank)] = self.of(ranks[0])
 
 
 def _unmarked(span: Span, core: bool) -> Span:

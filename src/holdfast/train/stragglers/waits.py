@@ -111,7 +111,7 @@ class Waits:
         self._tensors: dict[int, str | None] = {}
         self._named: dict[str, str | None] = {}
         self._group: str | None = None
-        self._pair: str | None = None
+        self._last: str | None = None
         self._changed: list[tuple[Any, str, Any, Any]] = []
         for name in WORK_WAITS:
             self._change(dist.Work, name, self._work_wait)
@@ -204,8 +204,10 @@ class Waits:
             where = self._where(name, group, args)
             if self._clock.on_device and _runs_in_this_stream(args, kwargs):
                 began = self._clock.waits()
-                work = before(group, *args, **kwargs)
-                self._clock.waited(began, where, 0)  # counted where it is waited for
+                try:
+                    work = before(group, *args, **kwargs)
+                finally:
+                    self._clock.waited(began, where, 0)  # counted where it is waited for
             else:
                 work = before(group, *args, **kwargs)
             if work is not None:
@@ -215,13 +217,13 @@ class Waits:
         return issue
 
     def _where(self, name: str, group: Any, args: tuple[Any, ...]) -> str | None:
-        if name == "_end_coalescing":  # of sends and receives, as a rule
-            return self._pair
+        if name == "_end_coalescing":  # of what was issued just before
+            return self._last
         key, ranks = self._known(group)
         if name in SENDS and key is not None:
             peer = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
             key = pair_key(dist.get_rank(), ranks[peer]) if 0 <= peer < len(ranks) else None
-            self._pair = key
+        self._last = key
         return key
 
     def _known(self, group: Any) -> tuple[str | None, list[int]]:
