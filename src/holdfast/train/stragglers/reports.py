@@ -243,7 +243,8 @@ def lines_of(finding: StragglerFinding, count: int, step: int) -> list[str]:
         listed_ranks = ", ".join(map(str, finding.unclear[:count]))
         lines.append(
             f"{begin} {who} {listed_ranks}: far more work than the others, as a stage of a pipeline may "
-            "have, and no other rank has the same; whether by design or not cannot be told, only whether it grows"
+            "have, and no other rank has the same; whether by design or not cannot be told, only whether it "
+            "grows"
         )
     if finding.group_slower:
         told = "most ranks are slower than they were at their best, so no rank can be named for it"
