@@ -232,6 +232,14 @@ BENCHMARKS = {
         5.0,
         "ours",
     ),
+    "stragglers-waits": Benchmark(
+        "one wait in a collective, timed for the straggler detector",
+        measures.waited,
+        "the same in a step that is not measured",
+        "us",
+        5.0,
+        "ours",
+    ),
     "stragglers-report": Benchmark(
         "a straggler report of 10,000 ranks, judged by rank 0",
         measures.judged,

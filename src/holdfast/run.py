@@ -240,7 +240,7 @@ class Run:
 
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A named span of the loop: watched by its own limit in monitor.rank_section_timeouts, if it has one,
-        and measured where stragglers are looked for. It should not wait for other ranks."""
+        and measured where stragglers are looked for. It may wait for other ranks in collectives only."""
         stragglers = self._session.stragglers
         if stragglers is None:
             return self._beats.section(name)

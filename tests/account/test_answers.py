@@ -287,6 +287,20 @@ def test_dropped_steps_stops_and_slow_ranks_are_no_silence() -> None:
     assert "no incident" not in text
 
 
+def test_a_slow_link_is_no_slow_rank_and_blames_no_node() -> None:
+    journal = Journal().start().steps(1, 24)
+    why = "the link between ranks 0, 1 is slow: even the rank that comes last waits 60 ms a step more there"
+    journal.write(
+        StragglerFound(step=30, kind="link", section="0,1", why=why, ranks=[0, 1], seconds=0.06, relative=0.1)
+    )
+    (found,) = remarks_of(journal.lines)
+    assert (found.kind, found.who) == ("link", "the link between ranks 0, 1")
+    assert found.next.startswith("look at the network")
+    text = closing_line([], [found], 40, "r")
+    assert "1 slow link (the link between ranks 0, 1: 60 ms of every step);" in text
+    assert "node" not in text
+
+
 @pytest.mark.parametrize("source", Source)
 def test_a_stop_is_told_once_in_five_answers_and_is_no_failure(source: Source) -> None:
     journal = Journal().start().steps(1, 24)

@@ -67,6 +67,7 @@ KINDS = {
     "dropped": "dropped step",
     "stop": "stop",
     "slow": "slow rank",
+    "link": "slow link",
     "refused": "refused checkpoint",
     "save": "failed save",
     "storage": "slow save",
@@ -103,7 +104,7 @@ def remarks_of(lines: Sequence[JournalLine], incidents: Sequence[Incident] = ())
     refused = {text.partition(":")[0] for incident in incidents for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
-    slow: dict[str, StragglerFound] = {}
+    slow: dict[tuple[str, str], StragglerFound] = {}
     first_drop: JournalLine | None = None
     for index, line in enumerate(lines):
         body = line.body
@@ -115,19 +116,22 @@ def remarks_of(lines: Sequence[JournalLine], incidents: Sequence[Incident] = ())
         if remark is None:
             continue
         remark.attempt = line.attempt
-        by = {"slow": remark.who, "stop": str(line.attempt)}.get(remark.kind, remark.what)
+        by = remark.what
         if isinstance(body, StragglerFound):
-            slow[remark.who] = body
+            by = remark.who
+            slow[remark.kind, by] = body
+        elif remark.kind == "stop":
+            by = str(line.attempt)
         earlier = kept.setdefault((remark.kind, by), remark)
         if earlier is not remark:
             earlier.count += 1
-            if remark.kind == "slow":  # the newest figures
+            if isinstance(body, StragglerFound):  # the newest figures
                 earlier.what, earlier.did, earlier.why = remark.what, remark.did, remark.why
     for one in kept.values():
         if one.kind == "copy":
             _say_which(one, lines)
-    for who, body in slow.items():
-        _add_up(kept["slow", who], body, lines)
+    for key, body in slow.items():
+        _add_up(kept[key], body, lines)
     if dropped and first_drop is not None:
         kept[("dropped", "")] = _dropped(dropped, first_drop, _usual_step(lines))
     for root, saves in _slow_saves(lines).items():
@@ -403,20 +407,27 @@ def _stop(body: StopAsked, line: JournalLine, after: Sequence[JournalLine]) -> R
 
 
 def _slow(body: StragglerFound, line: JournalLine) -> Remark:
+    link = body.kind == "link"
     named = f"rank {body.rank} on {body.node}" if body.rank is not None else f"node {body.node}"
+    if link:
+        ranks = ", ".join(map(str, body.ranks))
+        named = f"the links of rank {ranks}" if len(body.ranks) == 1 else f"the link between ranks {ranks}"
     who, why = printable(named), printable(body.why)
     each = f", {duration(body.seconds)} of every step" if body.seconds else ""
     done = {
         "stop": "the run saves and stops, as the settings say",
         "exclude": "the run goes on without it, as the settings say",
     }.get(body.then, "only reported: the run went on with it")
+    whom = "its ranks" if link else "the others"
     return Remark(
-        "slow",
+        "link" if link else "slow",
         line.at,
-        f"{who} slowed the others{each}: {why}",
-        "look at that device or node; straggler.stop_if_detected = true makes the run act by itself",
+        f"{who} slowed {whom}{each}: {why}",
+        "look at the network there; no setting makes the run act by itself"
+        if link
+        else "look at that device or node; straggler.stop_if_detected = true makes the run act by itself",
         who=who,
-        did=f"slowed the others{each}",
+        did=f"slowed {whom}{each}",
         why=why,
         done=done,
     )
@@ -425,14 +436,17 @@ def _slow(body: StragglerFound, line: JournalLine) -> Remark:
 def _add_up(remark: Remark, body: StragglerFound, lines: Sequence[JournalLine]) -> None:
     remark.seconds = _waited_for(body, lines)
     each = f"{duration(body.seconds)} of every step" if body.seconds else ""
-    remark.cost = f"the others waited {duration(remark.seconds)} for it in all" if remark.seconds else each
+    whom = "its ranks" if body.kind == "link" else "the others"
+    remark.cost = f"{whom} waited {duration(remark.seconds)} for it in all" if remark.seconds else each
 
 
 def _waited_for(body: StragglerFound, lines: Sequence[JournalLine]) -> float:
     """How long the others waited for it in all, as every comparison measured it: how much later than most it
     arrived in an average step, times the steps."""
     total = sum(
-        line.body.behind(body.rank, body.node) for line in lines if isinstance(line.body, StragglersReported)
+        line.body.behind(body.rank, body.node)
+        for line in lines
+        if isinstance(line.body, StragglersReported) and body.kind != "link"
     )
     return total or body.seconds * max(
         (one.body.steps for one in lines if isinstance(one.body, StragglersReported)), default=0

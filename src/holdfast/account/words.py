@@ -286,13 +286,13 @@ def finished_line(incidents: list[Incident], remarks: list[Remark], steps: int) 
     left = list(dict.fromkeys(filter(None, map(short_advice, asked))))
     more = f", and {len(left) - 1} more" if len(left) > 1 else ""
     to_do = f"; to do: {left[-1]}{more}" if left else f", {NOTHING}"
-    worst = {KINDS[kind]: _costliest(remarks, kind) for kind in ("slow", "storage")}
+    worst = {KINDS[kind]: _costliest(remarks, kind) for kind in ("slow", "link", "storage")}
     met = "".join(f"; {plural(count, kind)}{worst.get(kind, '')}" for count, kind in counts_by_kind(remarks))
     return f"finished: {', '.join(what)}{met}{to_do}"
 
 
 def _costliest(remarks: list[Remark], kind: str) -> str:
-    """The cost of the costliest slow rank, or slow save: a count alone says nothing about it."""
+    """What the slow rank, link or save that cost most came to: a count alone says nothing about it."""
     candidates = [remark for remark in remarks if remark.kind == kind]
     most = max(candidates, key=lambda remark: remark.seconds, default=None)
     if most is None:

@@ -135,6 +135,16 @@ PARTS = (
         "a fault restarts the processes; no function is called again in place",
     ),
     Part(
+        "torch.distributed._functional_collectives",
+        ("wait_tensor", "_maybe_wrap_tensor", "_resolve_group_name"),
+        "waits in tensor parallelism look like work to the straggler detector: it names nobody for them",
+    ),
+    Part(
+        "torch._C",
+        ("_current_graph_task_id",),
+        "waits in a backward on a device look like work to the straggler detector",
+    ),
+    Part(
         "torch.amp:GradScaler",
         ("_lazy_init_scale_growth_tracker", "_check_inf_per_device"),
         "a dropped step is not told to a gradient scaler, which then sees to it by itself",
@@ -362,6 +372,27 @@ def collective_timeout() -> float | None:
         return float(backend.options._timeout.total_seconds())
     except (AttributeError, RuntimeError, StopIteration):
         return None
+
+
+def functional_collectives() -> Any:
+    """The module whose functions DTensor calls by name; None where this torch has none."""
+    try:
+        return import_module("torch.distributed._functional_collectives")
+    except ImportError:
+        return None
+
+
+def group_of_name(name: str) -> Any:
+    """A group as functional collectives name it; raises LookupError, RuntimeError or ValueError."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward: on a device that is one of autograd's own."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
 
 
 # --- starting workers --------------------------------------------------------------------------------------

@@ -240,8 +240,8 @@ class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 300.0
     calc_relative_gpu_perf: Annotated[
         bool,
-        "Whether a rank is compared with the others. Turn it off where ranks have different work, as in "
-        "the stages of a pipeline.",
+        "Whether a rank is compared with the others; in a pipeline only with those of its stage. Turn it off "
+        "where ranks have different work in another way.",
     ] = True
     calc_individual_gpu_perf: Annotated[
         bool,

@@ -2,7 +2,8 @@
 
 sleep and burn: in the forward, off and on the CPU; input: its batches come late; section: in a section that
 the script has named; other: outside of all sections; plain: sleeps in a loop that does not call run.compute;
-hidden: sleeps in a section in which the others wait for it, in a collective that nothing sees as one.
+inside: sleeps in a section in which the others wait for it, in a collective; hidden: the same, and nothing
+sees that wait as one.
 """
 
 from __future__ import annotations
@@ -88,11 +89,16 @@ def train(
         with run.section("augment"):
             if mine == "section":
                 time.sleep(delay)
-        if how == "hidden":
-            with run.section("hides"):
+        if how in ("inside", "hidden"):
+            with run.section("meets"):
                 if mine:
                     time.sleep(delay)
-                dist.all_reduce(torch.zeros(1))
+                work = dist.all_reduce(torch.zeros(1), async_op=True)
+                assert work is not None
+                if how == "inside":
+                    work.wait()
+                else:
+                    work.get_future().wait()
         loss = forward_backward(batch) if how == "plain" else run.compute(forward_backward, batch)
         if mine == "other":
             time.sleep(delay)

@@ -99,6 +99,36 @@ def test_the_optimizers_step_ends_the_waiting_for_gradients(clock: Clock) -> Non
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_waits_in_collectives_are_waiting_wherever_they_are_and_are_counted_once(clock: Clock) -> None:
+    """F3: in the middle of a section, after the mark, and between two marks, where the rest was work."""
+    times = HostTimes()
+
+    def wait(seconds: float, where: str | None) -> None:
+        began = times.waits()
+        clock.passes(seconds)
+        times.waited(began, where)
+
+    times.begin()
+    times.enter(COMPUTE)
+    clock.passes(1)
+    wait(10, "0,1")
+    clock.passes(2)
+    times.mark()
+    wait(20, "0,2")
+    clock.passes(4)
+    times.mark()
+    clock.passes(8)
+    wait(40, "0,1")
+    wait(80, None)
+    times.leave()
+    times.end()
+    assert times.take() == [{OTHER: [0, 0, 0], COMPUTE: [1 + 2 + 4, 10 + 20 + 8 + 40 + 80, 0]}]
+    assert times.take_met() == [{"0,1": [50, 2], "0,2": [20, 1]}]
+    times.begin()
+    times.end()
+    assert times.take_met() == [{}]
+
+
 def test_a_report_keeps_a_bounded_number_of_steps() -> None:
     times = HostTimes()
     for _ in range(3 * MOST_STEPS):
@@ -158,6 +188,91 @@ def test_a_step_is_read_when_the_device_is_past_all_of_it_on_whichever_stream(
     assert times.take() == []
     entered.at, left.at = 4.0, 5.0
     assert times.take() == [{OTHER: [0.004, 0, 0], INPUT: [0.001, 0, 0]}]
+
+
+class Streams:
+    """What a device does, moment by moment: an event is passed when it is recorded, or never yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.current, self.capturing, streams = 0.0, "main", False, self
+
+        class Recorded(Event):
+            def record(self, stream: object) -> None:
+                self.at = streams.now
+
+        monkeypatch.setattr(Event, "made", [])
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Recorded())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: streams.capturing)
+
+
+def test_on_a_device_a_collective_takes_its_time_out_of_the_section_that_it_is_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F3; the real thing is in tests/gpu. Between two marks what was no collective was work."""
+    device = Streams(monkeypatch)
+    times = DeviceTimes(torch.device("cuda", 0))
+
+    def wait(milliseconds: float, where: str | None, count: int = 1) -> None:
+        began = times.waits()
+        device.now += milliseconds
+        times.waited(began, where, count)
+
+    times.begin()
+    times.enter(COMPUTE)
+    device.now += 1
+    wait(10, "0,1")
+    wait(5, "0,1", 0)  # the other half of a call, which is counted once
+    device.now += 2
+    times.mark()
+    wait(20, "0,2")
+    device.now += 4
+    times.mark()
+    device.now += 8
+    wait(40, None)
+    times.leave()
+    times.end()
+    (step,), (met,) = times.take(), times.take_met()
+    assert step[COMPUTE] == [pytest.approx(0.007), pytest.approx(0.083), 0]
+    assert met == {"0,1": [pytest.approx(0.015), 1], "0,2": [pytest.approx(0.02), 1]}
+    made = len(Event.made)
+    times.begin()
+    wait(1, "0,1")
+    times.end()
+    assert len(Event.made) == made, "events are used again"
+
+
+def test_on_a_device_collectives_beside_the_step_are_counted_while_any_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Streams(monkeypatch)
+    times = DeviceTimes(torch.device("cuda", 0))
+    times.begin()
+    times.enter(COMPUTE)
+    device.current = "gathers"
+    first = times.waits()
+    device.now += 10
+    device.current = "reduces"
+    second = times.waits()
+    device.now += 5
+    device.current = "gathers"
+    times.waited(first, "0,1")
+    device.current = "reduces"
+    device.now += 20
+    times.waited(second, "0,1")
+    device.current = "main"
+    times.leave()
+    times.end()
+    (step,), (met,) = times.take(), times.take_met()
+    assert step[COMPUTE] == [pytest.approx(0.035), 0, 0]
+    assert met == {"0,1": [pytest.approx(0.015 + 0.025), 2], "": [pytest.approx(0.035), 1]}
+    assert len({id(event) for event in times._free}) == len(times._free) == len(Event.made)
+    device.capturing = True
+    times.begin()
+    assert times.waits() is None
+    times.waited(None, "0,1")
+    times.end()
+    assert times.take_met() == [{}]
 
 
 def test_the_last_gradient_of_a_backward_is_the_mark() -> None:

@@ -175,6 +175,25 @@ def test_of_several_named_at_once_one_is_excluded_and_the_journal_says_so_of_no_
         assert (f"now {excluded}" in one.why) == (bool(done) and name not in [*refused, excluded])
 
 
+def test_so_many_steps_are_measured_that_timing_their_waits_costs_little(tmp_path: Path) -> None:
+    """F3: 3 us a wait is at most 0.05 % of all steps."""
+    cases = [(10, 0.5, 1), (166, 1.0, 1), (167, 1.0, 1), (167, 1.0, 5), (10**6, 1.0, 1), (0, 0.0, 1)]
+
+    def work(rank: int) -> Any:
+        del rank
+        found = []
+        for waits, step, interval in cases:
+            chosen = StragglerSettings(enabled=True, profiling_interval=interval)
+            stragglers = Stragglers(chosen, join_group(LIMIT), actions=Actions(tell=lambda event: None))
+            assert stragglers._waits is not None
+            stragglers._waits.count, stragglers._measured = 2 * waits, 2
+            found.append(stragglers._one_in(step))
+            stragglers.close()
+        return found
+
+    assert together(tmp_path, 2, work) == [[1, 1, 2, 5, 64, 1]] * 2
+
+
 def test_a_rank_that_sees_no_mark_makes_no_other_look_late(tmp_path: Path) -> None:
     """Both sleep as long in their compute; only one can tell that from waiting."""
 

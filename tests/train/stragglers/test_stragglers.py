@@ -48,6 +48,7 @@ def found(place: Path) -> list[StragglerFound]:
 CASES = [
     ("sleep", "compute", COMPUTE),
     ("input", "input", INPUT),
+    ("inside", "section", "meets"),
     pytest.param("burn", "compute", COMPUTE, marks=pytest.mark.drill),
     pytest.param("section", "section", "augment", marks=pytest.mark.drill),
     pytest.param("other", "other", OTHER, marks=pytest.mark.drill),
@@ -75,7 +76,7 @@ def test_the_rank_that_is_late_is_named_and_by_default_only_told(
 
 @pytest.mark.parametrize("how", ["none", "hidden"])
 def test_nobody_is_named_where_nobody_is_late_or_nobody_can_know(tmp_path: Path, how: str) -> None:
-    """A rank that waits inside a section, unseen, is a victim and not named."""
+    """A rank that waits inside a section, in a way that is not seen, is a victim and not named."""
     until = 40 if how == "hidden" else 250
     together(tmp_path, 2, lambda rank: train(rank, tmp_path / "run", how, until=until))
     assert journalled(tmp_path, StragglersReported)

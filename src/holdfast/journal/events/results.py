@@ -217,6 +217,12 @@ class StragglersReported(Event, tag="stragglers_reported"):
     """Whether a row is a node, because there are too many ranks to list."""
     group_slower: bool = False
     """Most ranks lost speed at once, so nobody could be named."""
+    unclear: list[int] = msgspec.field(default_factory=list)
+    """Ranks that work far longer than others and are alone with their work, as a stage of a pipeline may be:
+    whether they are slow or have more to do cannot be told."""
+    exchange: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds of an average step that even the rank that waits least waits in the collectives of a group,
+    by its ranks: `0,1,2`, or `0-1` for two that send to each other. The groups with most of it."""
 
     def behind(self, rank: int | None, node: str) -> float:
         """Seconds that the others waited for that rank (or, if it is None, for the slowest of that node):
@@ -243,6 +249,9 @@ class StragglersReported(Event, tag="stragglers_reported"):
             text += f"; the slowest is rank {rank} with a score of {score:.2f}"
         if self.group_slower:
             text += "; most ranks are slower than they were, so nobody can be named"
+        if self.unclear:
+            who = ", ".join(map(str, self.unclear[:8]))
+            text += f"; rank {who} has more work or is slow, which cannot be told"
         return Rendered(text, "warning" if self.group_slower else "progress")
 
 
@@ -251,13 +260,13 @@ class StragglerFound(Event, tag="straggler_found"):
 
     step: int
     kind: str
-    """compute, input, section, other or node."""
+    """compute, input, section, other, node or link."""
     section: str
-    """Where most of the time goes."""
+    """Where most of the time goes; of a link, the group that it is in."""
     why: str
     """In words, with the figures."""
     rank: int | None = None
-    """None for a whole node."""
+    """None for a whole node, and for a link."""
     node: str = ""
     device: str = ""
     relative: float | None = None
@@ -266,6 +275,12 @@ class StragglerFound(Event, tag="straggler_found"):
     """How much longer a step takes because of it."""
     then: str = "told"
     """told, stop (the run saves and stops) or exclude (it goes on without that device)."""
+    ranks: list[int] = msgspec.field(default_factory=list)
+    """Of a link: those between which it is, or the one whose links are all slow."""
+    waits: float | None = None
+    """Seconds of a step that it waits in collectives; None where that was not seen."""
+    others_wait: float | None = None
+    """The same of the others, their median."""
 
     def render(self) -> Rendered:
         then = {"stop": "; the run saves and stops", "exclude": "; the run goes on without it"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import time
 import weakref
@@ -40,16 +41,21 @@ from holdfast.train.stragglers.scores import (
     ENOUGH_STEPS,
     INPUT,
     OTHER,
+    Meets,
     Named,
     RankTimes,
     Score,
+    ScoreKind,
     ScoreLimits,
     Span,
     StragglerFinding,
     StragglerJudge,
+    average,
+    is_pair,
     summarise,
 )
-from holdfast.train.stragglers.times import DeviceTimes, GradientMark, HostTimes, Section, Times
+from holdfast.train.stragglers.times import ASIDE, DeviceTimes, GradientMark, HostTimes, Section, Times
+from holdfast.train.stragglers.waits import Waits
 
 log = logging.getLogger("holdfast")
 
@@ -61,6 +67,8 @@ LETTER = 2048
 MOST_SECTIONS = 16
 LONGEST_NAME = 48
 LONGEST_PLACE = 160
+MOST_GROUPS = 8
+"""Groups in which a rank waits; it has a handful: of data, of tensors, of its pipeline, of experts."""
 
 
 def letter_of(mine: RankTimes) -> torch.Tensor:
@@ -70,12 +78,15 @@ def letter_of(mine: RankTimes) -> torch.Tensor:
         node=mine.node[:LONGEST_PLACE],
         device=mine.device[:LONGEST_PLACE],
         sections=_few(mine.sections),
+        meets=_few_groups(mine.meets),
     )
     written = msgspec.json.encode(shown)
-    if len(written) > LETTER:  # better figures without names than no figures
+    if len(written) > LETTER:
+        written = msgspec.json.encode(msgspec.structs.replace(shown, meets=_few_groups(shown.meets, 1)))
+    if len(written) > LETTER:  # better no names than no figures
         whole = Span(mine.arrives, mine.waits, mine.busy)
         written = msgspec.json.encode(
-            msgspec.structs.replace(mine, node="", device="", sections={OTHER: whole})
+            msgspec.structs.replace(mine, node="", device="", sections={OTHER: whole}, meets={})
         )
     return padded(written)
 
@@ -102,6 +113,14 @@ def _few(sections: dict[str, Span]) -> dict[str, Span]:
         key = name[:LONGEST_NAME] if at < MOST_SECTIONS else OTHER
         shown[key] = _sum(shown[key], sections[name]) if key in shown else sections[name]
     return {name: _short(span) for name, span in shown.items()}
+
+
+def _few_groups(meets: dict[str, Meets], most: int = MOST_GROUPS) -> dict[str, Meets]:
+    """The neighbours in a pipeline, without which its stages would be compared; the groups met most often."""
+    pairs = [name for name in meets if is_pair(name)]
+    others = sorted(meets.keys() - set(pairs), key=lambda name: (-meets[name].count, name))
+    order = sorted(pairs)[:MOST_GROUPS] + others[: max(most - len(pairs), 1)]
+    return {name: Meets(round(meets[name].seconds, 7), round(meets[name].count, 3)) for name in order}
 
 
 def _short(span: Span) -> Span:
@@ -140,6 +159,8 @@ def event_of(
         individual=[_rounded(one.individual) for one in mine],
         by_node=by_node,
         group_slower=finding.group_slower,
+        unclear=finding.unclear,
+        exchange={name: round(seconds, 6) for name, seconds in finding.floors.items()},
     )
 
 
@@ -157,6 +178,9 @@ def found_event(fate: Fate, step: int) -> StragglerFound:
         individual=_rounded(one.individual),
         seconds=round(one.seconds, 6),
         then=fate.then,
+        ranks=list(one.ranks),
+        waits=None if one.waits is None else round(one.waits, 6),
+        others_wait=None if one.others_wait is None else round(one.others_wait, 6),
     )
 
 
@@ -214,6 +238,14 @@ def lines_of(finding: StragglerFinding, count: int, step: int) -> list[str]:
     for what, scores in listed:
         shown = ", ".join(_shown(one) for one in scores)
         lines.append(f"{begin} {what} of {plural(ranks, 'rank')}: {shown}")
+    if finding.unclear:
+        who = "rank" if len(finding.unclear) == 1 else "ranks"
+        listed_ranks = ", ".join(map(str, finding.unclear[:count]))
+        lines.append(
+            f"{begin} {who} {listed_ranks}: far more work than the others, as a stage of a pipeline may "
+            "have, and no other rank has the same; whether by design or not cannot be told, only whether it "
+            "grows"
+        )
     if finding.group_slower:
         why = "most ranks are slower than they were at their best, so no rank can be named for it"
         lines.append(f"{begin} {why}")
@@ -293,12 +325,18 @@ class Actions(msgspec.Struct, frozen=True, kw_only=True):
     def fates(self, fresh: Sequence[Named]) -> list[Fate]:
         """In the order given. The next attempt measures everything anew, so acting on one is enough."""
         then = EXCLUDE if self.exclude is not None else STOP if self.stop is not None else TOLD
-        refused = [self.why_not(one) if then == EXCLUDE and self.why_not else "" for one in fresh]
-        free = [one for one, why in zip(fresh, refused, strict=True) if not why]
+        refused = [
+            self.why_not(one) if then == EXCLUDE and self.why_not and one.kind is not ScoreKind.LINK else ""
+            for one in fresh
+        ]
+        # A link is nobody's fault in particular: it is told, whatever is done about ranks.
+        free = [
+            one for one, why in zip(fresh, refused, strict=True) if not why and one.kind is not ScoreKind.LINK
+        ]
         worst = max(free, key=lambda one: one.share, default=None)
         found = []
         for one, why in zip(fresh, refused, strict=True):
-            if then == EXCLUDE and worst is not None and one is not worst:
+            if then == EXCLUDE and worst is not None and one is not worst and one.kind is not ScoreKind.LINK:
                 why = why or f"one at a time is excluded, now {worst.key}"
             reason = f"{one.describe()}; {why}" if why else one.describe()
             found.append(Fate(one, then if one is worst else TOLD, reason))
@@ -310,7 +348,14 @@ LOOKS = 4
 WARM_UP = 4
 """First steps of an attempt, which are not measured: they compile, allocate and fill caches."""
 FIRST_LOOK = 4
-"""How many steps after those the ranks meet for the first time."""
+"""Steps after those at which the ranks meet for the first time."""
+WAIT_ON_HOST, WAIT_ON_DEVICE = 3e-6, 25e-6
+"""Seconds that timing one wait in a collective takes of the host; on a device it records events."""
+WAITS_COST = 5e-4
+"""Part of the time of all steps that this may take; where there are so many that it would be more, only one
+step in some is measured, the same on all ranks."""
+MOST_BETWEEN = 64
+"""Steps of which at least one is measured, whatever it costs."""
 
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
@@ -342,6 +387,9 @@ class Stragglers:
         self._times: Times = HostTimes()
         if device is not None and device.type == "cuda":
             self._times = DeviceTimes(device)
+        self._waits = None if self._alone else Waits(self._times, group.process_group)
+        self._every = chosen.profiling_interval
+        self._measured = 0
         self._mark = GradientMark([] if self._alone else models, self._times.mark)
         self._judge = StragglerJudge(
             ScoreLimits(
@@ -366,9 +414,11 @@ class Stragglers:
     def begin_step(self) -> None:
         """The step begins, with getting its batch, right after the previous step."""
         self._spoiled = False
-        self._measuring = not self._off and self._count % self._chosen.profiling_interval == 0
+        self._measuring = not self._off and self._count % self._every == 0
         if self._measuring:
             self._times.begin()
+        if self._waits is not None:
+            self._waits.begin_step(measured=self._measuring)
 
     def section(
         self, name: str, around: contextlib.AbstractContextManager[None] | None = None
@@ -412,8 +462,11 @@ class Stragglers:
         """The step is complete: what follows is not part of it."""
         if self._off:
             return
+        if self._waits is not None:
+            self._waits.on = False
         if self._measuring:
             self._measuring = False
+            self._measured += 1
             if not self._spoiled:
                 self._times.end()
         self._mark.end_step()
@@ -429,6 +482,8 @@ class Stragglers:
         self._off = True
         self._measuring = False
         self._mark.close()
+        if self._waits is not None:
+            self._waits.close()
         for hook in self._hooks:
             hook.remove()
         if Stragglers._active is not None and Stragglers._active() is self:
@@ -438,7 +493,11 @@ class Stragglers:
 
     def _begin_report(self) -> None:
         self._since, self._counted, self._mark.seen = time.monotonic(), self._count, 0
+        self._measured = 0
+        if self._waits is not None:
+            self._waits.begin_report()
         self._times.take()
+        self._times.take_met()
 
     def _safely(self, what: str, step: int, work: Callable[[], T], otherwise: T) -> T:
         """What `work` returns, or `otherwise`: a rank must not fail here and leave the others waiting for it
@@ -458,34 +517,47 @@ class Stragglers:
             return otherwise
 
     def _look(self, step: int) -> StragglerFinding | None:
-        wait = [0, ENOUGH_STEPS, 0]
-        due, steps, off = self._told_by_rank_0(self._safely("planning a report", step, self._plan, wait))
-        self._next_look = self._count + steps
+        wait = [0, ENOUGH_STEPS, 0, self._every]
+        due, steps, off, every = self._told_by_rank_0(
+            self._safely("planning a report", step, self._plan, wait)
+        )
+        self._next_look, self._every = self._count + steps, every
         if off:
             self.close()
             return None
         return self._report(step) if due else None
 
     def _plan(self) -> list[int]:
-        """Rank 0's plan: whether a report is due, steps until the next look, whether to switch this off."""
+        """Rank 0's word: whether a report is due, steps until the next look, whether to end all this, and
+        of how many steps one is measured from now on."""
         if not self._group.is_coordinator:
-            return [0, 0, 0]
+            return [0, 0, 0, 1]
         if other := other_detector():
             log.warning(
                 "holdfast: %s was switched on during the run; two detectors of stragglers must not measure "
                 "at once, so Holdfast's is off from here on",
                 other,
             )
-            return [0, 1, 1]
+            return [0, 1, 1, 1]
         interval = self._chosen.report_time_interval
         elapsed = time.monotonic() - self._since
         steps = max(1, self._count - self._counted)
-        enough = steps >= ENOUGH_STEPS * self._chosen.profiling_interval
+        enough = self._measured >= ENOUGH_STEPS
         due = enough and elapsed >= interval * (1 - 0.5 / LOOKS)
         left = interval if due else max(interval - elapsed, 0.0)
         wanted = min(left, interval / LOOKS) / max(elapsed / steps, 1e-6)
         least = 1 if enough and not due else ENOUGH_STEPS
-        return [int(due), max(least, min(int(wanted), 10**9)), 0]
+        every = self._one_in(elapsed / steps)
+        return [int(due), max(least, min(int(wanted), 10**9)), 0, every]
+
+    def _one_in(self, step: float) -> int:
+        """Of how many steps of so many seconds one is measured, so that timing its waits costs little."""
+        least = self._chosen.profiling_interval
+        if self._waits is None or not self._measured:
+            return max(least, self._every)
+        cost = WAIT_ON_DEVICE if self._times.on_device else WAIT_ON_HOST
+        part = self._waits.count / self._measured * cost / max(step, 1e-6)
+        return max(least, min(math.ceil(part / WAITS_COST), MOST_BETWEEN))
 
     def _told_by_rank_0(self, numbers: list[int]) -> list[int]:
         if self._group.process_group is None:
@@ -515,14 +587,16 @@ class Stragglers:
         return finding
 
     def _own(self) -> RankTimes:
-        steps = self._times.take()
-        # Time on a core is never waiting if waiting sleeps, as it does in gloo; other backends may spin.
+        steps, met = self._times.take(), self._times.take_met()
+        meets = average(met) if met else {}
+        beside = meets.pop(ASIDE, Meets(0.0, 0.0)).seconds
+        # Time on a core is never waiting where waiting sleeps, as it does in gloo; others may spin.
         no_core = self._times.on_device or not (self._alone or "gloo" in self._group.backend)
         hidden: frozenset[str] = frozenset()
         marked = self._alone or self._mark.seen > 0
         if not marked:
             self._mark.look_again()
-            if not no_core:
+            if not no_core and not meets:
                 hidden = frozenset({COMPUTE if any(COMPUTE in one for one in steps) else OTHER})
         sections, noise = summarise(steps, hides_waits=hidden, device=no_core)
         return RankTimes(
@@ -533,6 +607,8 @@ class Stragglers:
             noise=noise,
             marked=marked,
             sections=sections,
+            meets=meets,
+            beside=round(beside, 7),
         )
 
     def _gather(self, letter: torch.Tensor) -> list[torch.Tensor] | None:
@@ -781,8 +857,8 @@ class StragglerDetector:
         self._stragglers.begin_step()
 
     def section(self, name: str) -> AbstractContextManager[None]:
-        """A named span of the step. `input` and `compute` have their usual meaning. It should not wait for
-        others, except that `compute` may at its end, after its last gradient."""
+        """A named span of the step. `input` and `compute` have their meaning. Where it waits for others, it
+        should be in collectives, or after the last gradient of `compute`."""
         return self._stragglers.section(name)
 
     def compute(self) -> AbstractContextManager[None]:
