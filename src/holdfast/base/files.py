@@ -222,9 +222,11 @@ def _read_regular(path: Path, limit: int) -> bytes:
         if info.st_size > limit:
             raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} allowed", str(path))
         with open(file.number, "rb", closefd=False) as stream:
-            data = stream.read(limit + 1)
+            data = stream.read(min(limit, info.st_size) + 1)
     if len(data) > limit:  # it has grown meanwhile
         raise OSError(errno.EFBIG, f"more than the {limit} bytes allowed", str(path))
+    if len(data) > info.st_size:
+        raise OSError(errno.ESTALE, "it grew while it was read", str(path))  # look it up again
     return data
 
 

@@ -158,7 +158,30 @@ class CheckpointRoot:
 FORMAT = 1
 UNDERSTOOD: frozenset[str] = frozenset({"holdfast_gradients"})
 """Names a manifest may list in `needs` that this release understands."""
-MAX_MANIFEST_BYTES = 256 * 1024 * 1024
+MAX_MANIFEST_BYTES = 16 << 30
+"""As for `.metadata`: 54 million chunks of about 110 bytes are 6 GB."""
+MAX_REST_BYTES = 256 * 1024 * 1024
+"""Of all but the list of files; it may hold values of any kind."""
+TIMES_DECODED = 6
+"""What decoding takes in memory, as a multiple of the size: measured 3.4, of the shortest chunks 5."""
+ALWAYS_ROOM = 16 * 1024 * 1024
+"""So much is read without a look at the memory."""
+
+
+def lacks_room(size: int, times: int) -> str:
+    """Why something of this size cannot be read here, if that takes so many times its memory; empty if it can."""
+    if size <= ALWAYS_ROOM:
+        return ""
+    from holdfast.health import cgroup_memory
+    from holdfast.process import proc
+
+    available = proc.memory_available()
+    if (limit := cgroup_memory()) is not None:
+        available = min(available, max(0, limit.limit - limit.used))
+    if size * times <= available:
+        return ""
+    return f"it has {size} bytes; reading it takes up to {size * times} of memory, {available} are available"
+
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -284,11 +307,26 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
     body = msgspec.json.encode(manifest)
     digest = digest_bytes(body)
     data = b'{"digest":"%b","body":%b}\n' % (digest.encode(), body)
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(
-            f"the manifest would be {len(data)} bytes; at most {MAX_MANIFEST_BYTES} can be read back"
-        )
+    check_within_limit(len(data))
     return data, digest
+
+
+def check_within_limit(size: int) -> None:
+    """Whether a manifest of this size could be read back; asked when a save is planned, too."""
+    if size > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"the manifest would be {size} bytes; at most {MAX_MANIFEST_BYTES} can be read back"
+        )
+
+
+CHUNK_ROOM = 2 * 14 + 32 + 80 + 12
+"""Bytes that one chunk takes in a manifest, at most: two numbers, digest, fingerprint, what is around them."""
+FILE_ROOM = 512
+
+
+def check_planned(chunks: int, files: int) -> None:
+    """Whether the manifest of so many chunks in so many files could be read back."""
+    check_within_limit(chunks * CHUNK_ROOM + files * FILE_ROOM + MAX_REST_BYTES)
 
 
 def decode(data: bytes) -> tuple[Manifest, str]:
@@ -297,7 +335,7 @@ def decode(data: bytes) -> tuple[Manifest, str]:
         raise ManifestError("it ends too early or is garbled")
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
-        body = bytes(envelope.body)
+        body = memoryview(envelope.body)
         if digest_bytes(body) != envelope.digest:
             raise ManifestError("its contents do not match its own digest")
         header = msgspec.json.decode(body, type=_Header)
