@@ -222,11 +222,12 @@ def _read_regular(path: Path, limit: int) -> bytes:
         if info.st_size > limit:
             raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} allowed", str(path))
         with open(file.number, "rb", closefd=False) as stream:
+            # Not `limit` at once: so much memory would be asked for, however small the file is.
             data = stream.read(min(limit, info.st_size) + 1)
-    if len(data) > limit:  # it has grown meanwhile
+            while len(data) <= limit and (more := stream.read(min(1 << 20, limit + 1 - len(data)))):
+                data += more  # it has grown meanwhile
+    if len(data) > limit:
         raise OSError(errno.EFBIG, f"more than the {limit} bytes allowed", str(path))
-    if len(data) > info.st_size:
-        raise OSError(errno.ESTALE, "it grew while it was read", str(path))  # look it up again
     return data
 
 

@@ -28,8 +28,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.format.manifest import METADATA, Reason
-from holdfast.checkpoint.format.metadata import MetadataError, StorageEntry, completeness, parse, read
+from holdfast.checkpoint.format.metadata import (
+    MAX_METADATA_BYTES,
+    Chunks,
+    MetadataError,
+    StorageEntry,
+    StoredChunks,
+    StoredMetadata,
+    completeness,
+    parse,
+    read,
+)
+from holdfast.process import proc
 from kit.checkpoints import save_stock
 
 FILE = "__0_0.distcp"
@@ -394,9 +406,29 @@ def test_one_item_in_two_places_is_refused() -> None:
 
 def test_a_file_over_the_limit_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / METADATA).open("wb") as file:
-        file.truncate(300 * 1024 * 1024)
-    with pytest.raises(MetadataError, match="more than"):
+        file.truncate(MAX_METADATA_BYTES + 1)
+    with pytest.raises(MetadataError, match=f"more than the {MAX_METADATA_BYTES}"):
         read(tmp_path)
+    with (tmp_path / METADATA).open("wb") as file:
+        file.truncate(1001)
+    with pytest.raises(MetadataError, match="more than the 1000"):  # what the manifest says
+        read(tmp_path, 1000)
+
+
+def test_a_file_that_would_not_fit_into_memory_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proc, "memory_available", lambda: 100 * 1024 * 1024)
+    with (tmp_path / METADATA).open("wb") as file:
+        file.truncate(60 * 1024 * 1024)
+    began = time.process_time()
+    with pytest.raises(MetadataError, match=r"62914560 bytes.* 104857600 are available; at most 171798"):
+        read(tmp_path)
+    assert time.process_time() - began < 0.05
+    # Regular ones need less; only what the interpreter has to read is refused.
+    data = b"\x80\x04" + b"N0" * (10 * 1024 * 1024)
+    with pytest.raises(MetadataError, match=r"bytes; reading it takes up to \d+ of memory"):
+        parse(data)
 
 
 def test_a_missing_or_linked_file_is_metadata_error(tmp_path: Path) -> None:
@@ -455,3 +487,142 @@ def test_two_dimensional_shards_and_empty_ones_are_complete() -> None:
     storage = {MetadataIndex("w", torch.Size(o)): filesystem._StorageInfo(FILE, 0, 1) for o, _ in boxes}
     meta = Metadata({"w": tensor([4, 4], chunks)}, None, storage)
     assert reasons(meta, {FILE: 1}) == []
+
+
+# --- the regular stretches: the same answer, faster ---------------------------------------------------------
+
+
+def many(tensors: int, ranks: int, shape: tuple[int, ...] = (4, 3), *, nones: int = 0) -> Metadata:
+    """Tensors in row-wise shards as a save plans them, in an order of their own where they are stored."""
+    described: dict[str, Any] = {}
+    by_rank: list[list[MetadataIndex]] = [[] for _ in range(ranks)]
+    rows, *rest = shape
+    for number in range(tensors):
+        name = f"model.layer.{number}.weight"
+        chunks = []
+        for rank in range(ranks):
+            offsets = torch.Size([rows * rank * 1000**number, *(0 for _ in rest)])
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size([rows * 1000**number, *rest])))
+            by_rank[rank].append(MetadataIndex(name, offsets, rank))
+        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        size = torch.Size([rows * ranks * 1000**number, *rest])
+        described[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+    described |= {f"object.{number}": BytesStorageMetadata() for number in range(nones)}
+    by_rank[0] += [MetadataIndex(f"object.{number}") for number in range(nones)]
+    storage: dict[MetadataIndex, Any] = {}
+    for rank, indices in enumerate(by_rank):
+        path = f"__{rank}_0.distcp"
+        for at, index in enumerate(indices):
+            storage[index] = filesystem._StorageInfo(path, at * 70_000 ** (rank % 3), 70_000 ** (rank % 3))
+    meta = Metadata(described, {name: tuple(name.split(".")) for name in described}, storage)
+    meta.storage_meta = StorageMeta("/data/ckpt/step_00000120-3fa9c1d2")
+    return meta
+
+
+def plainly(meta: StoredMetadata) -> Any:
+    tensors = {name: (one.shape, one.dtype, list(one.chunks)) for name, one in meta.tensors.items()}
+    return list(tensors.items()), meta.objects, dict(meta.storage), meta.origin
+
+
+def read_both_ways(data: bytes) -> tuple[Any, Any]:
+    """What the interpreter alone says, and what is said with the regular stretches recognised."""
+    answers = []
+    for least in (1 << 60, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(metadatas, "REGULAR_FROM", least)
+            try:
+                meta = parse(data)
+                sizes = {"__0_0.distcp": 100, "__1_0.distcp": 0, "__9_0.distcp": 1}
+                told = sorted(map(str, completeness(meta, sizes)))
+                answers.append((plainly(meta), told))
+            except MetadataError as error:
+                answers.append(str(error))
+    return answers[0], answers[1]
+
+
+REGULAR = {
+    "row-wise shards": many(5, 40),
+    "of one dimension": many(4, 30, (7,)),
+    "of three and four": Metadata(
+        many(3, 20, (2, 3, 4)).state_dict_metadata, None, many(3, 20, (2, 3, 4)).storage_data
+    ),
+    "of six, with objects": many(2, 30, (1, 2, 3, 4, 5, 6), nones=20),
+    "whole tensors": many(1, 1),
+    "thousands": many(2, 1500),
+    "many whole tensors": Metadata(
+        {f"t{n}": tensor([n, 2], [([0, 0], [n, 2])]) for n in range(600)},
+        {f"t{n}": (f"t{n}",) for n in range(600)},
+        {
+            MetadataIndex(f"t{n}", torch.Size([0, 0]), 0): filesystem._StorageInfo(FILE, n, 1)
+            for n in range(600)
+        },
+    ),
+    "scalars": Metadata(
+        {f"t{n}": tensor([], [([], [])]) for n in range(80)},
+        None,
+        {MetadataIndex(f"t{n}", torch.Size([]), 0): filesystem._StorageInfo(FILE, n, 1) for n in range(80)},
+    ),
+}
+PICKLED = {
+    (name, protocol): pickle.dumps(meta, protocol) for name, meta in REGULAR.items() for protocol in (4, 5)
+}
+
+
+@pytest.mark.parametrize(("name", "protocol"), list(PICKLED))
+def test_the_regular_stretches_are_read_as_the_interpreter_reads_them(name: str, protocol: int) -> None:
+    alone, with_them = read_both_ways(PICKLED[name, protocol])
+    assert alone == with_them
+    assert not isinstance(alone, str), alone
+    data = PICKLED[name, protocol]
+    if len(data) > metadatas.REGULAR_FROM and "six" not in name:
+        assert isinstance(parse(data).storage, StoredChunks)  # it was not the interpreter that read it
+    if name == "thousands":
+        assert all(isinstance(one.chunks, Chunks) for one in parse(data).tensors.values())
+
+
+MUTATED = [
+    PICKLED[name, 4] for name in ("row-wise shards", "of three and four", "scalars", "many whole tensors")
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_mutated_files_are_read_alike_both_ways(data: st.DataObject) -> None:
+    """Bytes changed, cut out, repeated, exchanged: the same value or the same refusal."""
+    whole = bytearray(data.draw(st.sampled_from(MUTATED)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(2, len(whole) - 1))
+        kind = data.draw(st.sampled_from(["byte", "cut", "twice", "opcode", "reference"]))
+        length = data.draw(st.integers(1, 120))
+        if kind == "byte":
+            whole[at] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del whole[at : at + length]
+        elif kind == "twice":
+            whole[at:at] = whole[at : at + length]
+        elif kind == "opcode":
+            whole[at:at] = data.draw(
+                st.sampled_from(
+                    [
+                        b"a",
+                        b"e",
+                        b"u",
+                        b"s",
+                        b"\x94",
+                        b"\x85",
+                        b"\x86",
+                        b"(",
+                        b"b",
+                        b"t",
+                        b"\x95" + bytes(8),
+                        b"N",
+                        b")",
+                        b"}",
+                        b"]",
+                    ]
+                )
+            )
+        elif (place := whole.find(b"h", at)) >= 0 and place + 1 < len(whole):
+            whole[place + 1] = data.draw(st.integers(0, 80))
+    alone, with_them = read_both_ways(bytes(whole))
+    assert alone == with_them

@@ -169,7 +169,7 @@ ALWAYS_ROOM = 16 * 1024 * 1024
 
 
 def lacks_room(size: int, times: int) -> str:
-    """Why something of this size cannot be read here, if that takes so many times its memory; empty if it can."""
+    """Why something of this size cannot be read here, if that takes `times` its memory; empty if it can."""
     if size <= ALWAYS_ROOM:
         return ""
     from holdfast.health import cgroup_memory
@@ -320,7 +320,7 @@ def check_within_limit(size: int) -> None:
 
 
 CHUNK_ROOM = 2 * 14 + 32 + 80 + 12
-"""Bytes that one chunk takes in a manifest, at most: two numbers, digest, fingerprint, what is around them."""
+"""Bytes that a chunk takes in a manifest, at most: two numbers, digest, fingerprint, what is around them."""
 FILE_ROOM = 512
 
 

@@ -31,6 +31,7 @@ from holdfast.checkpoint.format.pickled import (
     INDEX,
     MEMORY_FORMATS,
     METADATA_CLASS,
+    NAME_AT,
     PROPERTIES,
     REGULAR_DIMENSIONS,
     SIZE,
@@ -140,7 +141,7 @@ class StoredChunks(Mapping[StorageKey, StorageEntry]):
         table: Mapping[str, Array],
         others: Mapping[StorageKey, StorageEntry],
     ) -> None:
-        """`table` has the columns `name` and `path` (numbers), `dims` (-1: none), `place`, `start` and `length`."""
+        """The columns of `table`: `name`, `path` (numbers), `dims` (-1: none), `place`, `start`, `length`."""
         import numpy as np
 
         self.number, self._path_number = (
@@ -274,9 +275,9 @@ def _hashes(name: Array, dims: Array, place: Array) -> Array:
 REGULAR_FROM = 16 * 1024
 """Smaller files are read by the interpreter alone."""
 MAX_METADATA_BYTES = 16 << 30
-"""What 16,384 ranks of a model of 10^12 parameters need, twice: about 1,100 tensors and two moments of each, of
-which every rank holds a part, are 54 million chunks of 145 bytes, 7.8 GB. So are 70,000 experts' matrices of
-which 256 ranks each hold a part."""
+"""What 16,384 ranks of a model of 10^12 parameters need, twice: about 1,100 tensors and two moments of each,
+of which every rank holds a part, are 54 million chunks of 145 bytes, 7.8 GB. So are 70,000 matrices of
+experts with their moments, of which 256 ranks each hold a part."""
 TIMES_REGULAR = 4
 """What reading takes in memory, as a multiple of the file's size, where nearly all of it is regular: measured
 2.6, and the file itself."""
@@ -546,7 +547,9 @@ def _regular_storage(
     counts = [run.past - run.first for run in runs]
     known = np.repeat([run.known - int(regular.stored_memos[run.first]) for run in runs], counts)
     known += regular.stored_memos[rows]
-    names, name = _texts(regular, columns["name"][rows], known)
+    inline = columns["name"][rows] >= 0
+    of = np.where(inline, known + NAME_AT, columns["name.ref"][rows])
+    names, name = _texts(regular, of, np.where(inline, of + 1, known))
     inline = columns["path"][rows] >= 0
     of = np.where(inline, known + columns["memos"][rows] - 1, columns["path.ref"][rows])
     paths, path = _texts(regular, of, np.where(inline, of + 1, known))

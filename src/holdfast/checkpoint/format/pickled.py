@@ -536,7 +536,7 @@ def _as_stored(at: _Cursors) -> None:
     at.reference("class")
     at.literal(_MADE)
     at.reference("fqn")
-    at.reference("name")
+    at.text("name", or_reference=True)
     at.reference("index")
     at.number_or_none()
     at.reference("offset")
@@ -554,6 +554,8 @@ def _as_stored(at: _Cursors) -> None:
     at.memos(4)
 
 
+NAME_AT = 2
+"""Entries of the memo that a storage index makes before its name, if that is spelled out."""
 _SAME: dict[str, dict[str, str]] = {
     "entries": {
         "class": TENSOR, "properties": "=properties", "properties.class": "", "layout": "*", "format": "*",
@@ -722,9 +724,8 @@ class Regular:
             else np.zeros(1, "i8")
             for table in (self.chunks, self.stored)
         )
-        self._inline = (
-            np.flatnonzero(self.stored.columns["path"] >= 0) if len(self.stored) else np.zeros(0, "i8")
-        )
+        # Where texts are spelled out, in order: (row, entries of the memo made in the row before it).
+        self._spelled = self._spelled_out()
 
     def take(
         self, at: int, known: int, stack: list[Any], depth: int, memo: dict[int, Any]
@@ -747,7 +748,7 @@ class Regular:
         else:
             first, past = self._stored_runs[at]
             self.stored.check(memo)
-            self._remember_paths(first, past, known, memo)
+            self._remember_texts(first, past, known, memo)
             if len(held.items) % 2:
                 raise IrregularError
             held.items += [StoredRun(first, past, known), None]
@@ -808,13 +809,29 @@ class Regular:
         stack += [name, RegularEntry(row, known, runs)]
         return end + 2, now, stack
 
-    def _remember_paths(self, first: int, past: int, known: int, memo: dict[int, Any]) -> None:
-        """Paths that are spelled out in a run: later ones refer to them."""
+    def _spelled_out(self) -> Array:
         import numpy as np
 
         columns = self.stored.columns
-        begin, end = np.searchsorted(self._inline, [first, past])
-        for row in self._inline[begin:end].tolist():
-            start = int(columns["path"][row])
-            text = self._data[start : start + int(columns["path.length"][row])].decode("utf-8")
-            memo[known + int(self.stored_memos[row + 1] - self.stored_memos[first]) - 1] = text
+        if not len(self.stored):
+            return np.zeros((0, 4), "i8")
+        found = []
+        for name, before in (("name", np.int64(NAME_AT)), ("path", columns["memos"] - 1)):
+            rows = np.flatnonzero(columns[name] >= 0)
+            place = np.broadcast_to(before, len(self.stored))[rows]
+            found.append(
+                np.stack([rows, place, columns[name][rows], columns[f"{name}.length"][rows]], axis=1)
+            )
+        both = np.concatenate(found)
+        return both[np.argsort(both[:, 0], kind="stable")]
+
+    def _remember_texts(self, first: int, past: int, known: int, memo: dict[int, Any]) -> None:
+        """What is spelled out in a run: later ones refer to it."""
+        import numpy as np
+
+        begin, end = np.searchsorted(self._spelled[:, 0], [first, past])
+        since = known - int(self.stored_memos[first])
+        for row, place, start, length in self._spelled[begin:end].tolist():
+            memo[since + int(self.stored_memos[row]) + place] = self._data[start : start + length].decode(
+                "utf-8"
+            )
