@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copyreg
 import io
 import os
 import pickle
@@ -563,9 +564,31 @@ REGULAR = {
         {MetadataIndex(f"t{n}", torch.Size([]), 0): filesystem._StorageInfo(FILE, n, 1) for n in range(80)},
     ),
 }
-PICKLED = {
-    (name, protocol): pickle.dumps(meta, protocol) for name, meta in REGULAR.items() for protocol in (4, 5)
-}
+
+
+class Torch215(pickle.Pickler):
+    """Stores a tensor's properties as torch 2.15 does: with the strides, if there are any."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is TensorProperties and hasattr(value, "of"):
+            return copyreg.__newobj__, (TensorProperties,), (*value.__getstate__(), value.of)
+        return NotImplemented
+
+
+def pickled(meta: Metadata, protocol: int) -> bytes:
+    stream = io.BytesIO()
+    Torch215(stream, protocol).dump(meta)
+    return stream.getvalue()
+
+
+def with_strides(meta: Metadata) -> Metadata:
+    for number, entry in enumerate(meta.state_dict_metadata.values()):
+        entry.properties.of = (None, (), (7,), (300, 1), (70_000, 300, 1), (9, 8, 7, 6))[number % 6]
+    return meta
+
+
+REGULAR["of torch 2.15"] = with_strides(many(9, 20, (7, 1)))
+PICKLED = {(name, protocol): pickled(meta, protocol) for name, meta in REGULAR.items() for protocol in (4, 5)}
 
 
 @pytest.mark.parametrize(("name", "protocol"), list(PICKLED))
@@ -581,7 +604,8 @@ def test_the_regular_stretches_are_read_as_the_interpreter_reads_them(name: str,
 
 
 MUTATED = [
-    PICKLED[name, 4] for name in ("row-wise shards", "of three and four", "scalars", "many whole tensors")
+    PICKLED[name, 4]
+    for name in ("row-wise shards", "of torch 2.15", "of three and four", "scalars", "many whole tensors")
 ]
 
 

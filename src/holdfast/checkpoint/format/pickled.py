@@ -409,22 +409,14 @@ class _Cursors:
         self.at += self._np.where(none, 1, length)
         self.keep(none | fits)
 
-    def size(self, name: str, *, or_none: bool = False) -> None:
-        """torch.Size, as a call with a tuple of numbers: `name` is the values, filled up with zeros."""
+    def _tuple(self, at: Array, on: Array) -> tuple[Array, Array, Array, Array]:
+        """(place after it, numbers, how many, whether it is one) of tuples of whole numbers, where `on`."""
         np = self._np
-        count = len(self.at)
-        none = (self._bytes[self.at] == 0x4E) if or_none else np.zeros(count, bool)
-        found = self._eight[self.at]
-        op, short, long = found & 0xFF, (found >> 8) & 0xFF, (found >> 8) & 0xFFFFFFFF
-        is_short = op == 0x68
-        self.columns[f"{name}.class"] = np.where(is_short, short, long).astype("u4")
-        fits = none | is_short | (op == 0x6A)
-        at = np.minimum(self.at + np.where(is_short, 2, 5), self._last)
         mark = self._bytes[at] == 0x28
         at = at + mark
-        dims = np.zeros(count, "i1")
-        values = np.zeros((count, REGULAR_DIMENSIONS), "i8")
-        on = fits & ~none
+        dims = np.zeros(len(at), "i1")
+        values = np.zeros((len(at), REGULAR_DIMENSIONS), "i8")
+        on = on.copy()
         for dimension in range(REGULAR_DIMENSIONS):
             rows = np.flatnonzero(on)
             value, length, read = self._whole(at[rows])
@@ -436,18 +428,37 @@ class _Cursors:
             at[rows] = np.minimum(at[rows] + length[read], self._last)
             dims[rows] += 1
         ends = np.frombuffer(b")\x85\x86\x87" + b"t" * REGULAR_DIMENSIONS, np.uint8)
-        fits &= none | ((self._bytes[at] == ends[dims]) & (mark == (dims > 3)))
+        fits = (self._bytes[at] == ends[dims]) & (mark == (dims > 3))
         at += 1
-        fits &= none | (dims == 0) | (self._bytes[at] == 0x94)  # the empty tuple is not memoized
-        at += dims > 0
-        fits &= none | (
-            (self._eight[at] & np.uint64(0xFFFFFFFF)) == int.from_bytes(b"\x85\x94R\x94", "little")
-        )
-        self.columns[name] = values
+        fits &= (dims == 0) | (self._bytes[at] == 0x94)  # the empty tuple is not memoized
+        return at + (dims > 0), values, dims, fits
+
+    def size(self, name: str, *, or_none: bool = False) -> None:
+        """torch.Size, as a call with a tuple of numbers: `name` is the values, filled up with zeros."""
+        np = self._np
+        none = (self._bytes[self.at] == 0x4E) if or_none else np.zeros(len(self.at), bool)
+        found = self._eight[self.at]
+        op, short, long = found & 0xFF, (found >> 8) & 0xFF, (found >> 8) & 0xFFFFFFFF
+        is_short = op == 0x68
+        self.columns[f"{name}.class"] = np.where(is_short, short, long).astype("u4")
+        called = ~none & (is_short | (op == 0x6A))
+        at = np.minimum(self.at + np.where(is_short, 2, 5), self._last)
+        at, self.columns[name], dims, fits = self._tuple(at, called)
+        fits &= (self._eight[at] & np.uint64(0xFFFFFFFF)) == int.from_bytes(b"\x85\x94R\x94", "little")
         self.columns[f"{name}.dims"] = np.where(none, -1, dims).astype("i1")
         self.columns["memos"] = self.columns.get("memos", 0) + np.where(none, 0, 2 + (dims > 0)).astype("i4")
         self.at = np.where(none, self.at + 1, at + 4)
-        self.keep(fits)
+        self.keep(none | (called & fits))
+
+    def strides(self) -> None:
+        """What torch 2.15 adds to a tensor's properties: None or a tuple; nothing in earlier ones."""
+        found = self._bytes[self.at]
+        over, none = found == 0x74, found == 0x4E
+        at, _, dims, fits = self._tuple(self.at, ~over & ~none)
+        told = ~over & ~none
+        self.columns["memos"] = self.columns["memos"] + (told & (dims > 0)).astype("i4")
+        self.at = self._np.where(over, self.at, self._np.where(none, self.at + 1, at))
+        self.keep(over | none | fits)
 
     def flag(self) -> None:
         found = self._bytes[self.at]
@@ -512,6 +523,7 @@ def _as_entries(at: _Cursors) -> None:
     at.flag()
     at.reference("format")
     at.flag()
+    at.strides()
     at.literal(b"t\x94b")
     at.reference("size")
     at.size("shape")
