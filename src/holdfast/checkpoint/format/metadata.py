@@ -11,14 +11,12 @@ of a stock DCP directory, which has no digests.
 from __future__ import annotations
 
 import contextlib
-import io
 import math
-import pickle
 import re
 import secrets
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import msgspec
 
@@ -51,6 +49,9 @@ from holdfast.checkpoint.format.pickled import (
     read_pickle,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
 Offsets = tuple[int, ...]
 StorageKey = tuple[str, Offsets | None]
 """A tensor's chunk by its offsets, or an object (None)."""
@@ -79,6 +80,8 @@ class StoredMetadata(msgspec.Struct, frozen=True):
     storage: Mapping[StorageKey, StorageEntry]
     origin: str
     """Last part of the path it was written to; empty if it does not say."""
+    paths: dict[str, tuple[str | int, ...]] = {}
+    """How the entries were nested, as far as it says."""
 
 
 class Chunks(Sequence[tuple[Offsets, Offsets]]):
@@ -99,6 +102,21 @@ class Chunks(Sequence[tuple[Offsets, Offsets]]):
         if isinstance(at, slice):
             return Chunks(self.offsets[at], self.sizes[at])
         return tuple(self.offsets[at].tolist()), tuple(self.sizes[at].tolist())
+
+    def sizes_at(self, offsets: Offsets) -> Offsets | None:
+        """Of the chunk that begins there."""
+        import numpy as np
+
+        rows = np.flatnonzero((self.offsets == np.array(offsets, "i8")).all(axis=1))
+        return tuple(self.sizes[rows[0]].tolist()) if len(rows) else None
+
+    def within(self, offsets: Offsets, sizes: Offsets) -> list[tuple[Offsets, Offsets]]:
+        """Those that share something with this part of the tensor."""
+        import numpy as np
+
+        begin, end = np.array(offsets, "i8"), np.array(offsets, "i8") + np.array(sizes, "i8")
+        shared = ((self.offsets < end) & (self.offsets + self.sizes > begin)).all(axis=1)
+        return list(Chunks(self.offsets[shared], self.sizes[shared]))
 
     def __iter__(self) -> Iterator[tuple[Offsets, Offsets]]:
         return zip(map(tuple, self.offsets.tolist()), map(tuple, self.sizes.tolist()), strict=True)
@@ -238,6 +256,17 @@ class StoredChunks(Mapping[StorageKey, StorageEntry]):
     def values(self) -> ValuesView[StorageEntry]:
         return _Values(self)
 
+    def singles(self) -> dict[str, StorageEntry]:
+        """Of what is stored in one place only, by name."""
+        import numpy as np
+
+        rows = np.flatnonzero(np.bincount(self.name, minlength=len(self.names))[self.name] == 1)
+        lists = (column[rows].tolist() for column in (self.name, self.path, self.start, self.length))
+        return {
+            self.names[name]: StorageEntry(self.paths[path], start, length)
+            for name, path, start, length in zip(*lists, strict=True)
+        }
+
     def ends(self) -> dict[str, int]:
         """Up to where something lies in each file."""
         import numpy as np
@@ -338,31 +367,76 @@ VOCABULARY = Vocabulary(
 )
 
 
-class _Restricted(pickle.Unpickler):
-    """Python's own, with no name but those that metadata consists of."""
+def as_torch(stored: StoredMetadata) -> Metadata:
+    """torch's own `Metadata` with all that a load asks of it; chunks are made only as they are looked at."""
+    import torch
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
 
-    def find_class(self, module: str, name: str) -> Any:
-        from holdfast.base import tolerant
+    properties: dict[str, TensorProperties] = {}
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, tensor in stored.tensors.items():
+        if tensor.dtype not in properties:
+            dtype = getattr(torch, tensor.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise MetadataError(f"entry {escaped(name)}: this torch has no dtype {tensor.dtype}")
+            properties[tensor.dtype] = TensorProperties(dtype)
+        chunks: Any = _TorchChunks(tensor.chunks)
+        entries[name] = TensorStorageMetadata(properties[tensor.dtype], torch.Size(tensor.shape), chunks)
+    entries |= {name: BytesStorageMetadata() for name in stored.objects}
+    storage: Any = _TorchStorage(stored.storage)
+    return Metadata(entries, stored.paths, storage)
 
-        named = VOCABULARY.name(module, name).name
-        if named == "builtins.getattr":
-            return _enum_member
-        found = super().find_class(module, name)
-        return tolerant(found) if named in PROPERTIES else found
+
+class _TorchChunks(Sequence[Any]):
+    """A tensor's chunks as torch describes them."""
+
+    def __init__(self, chunks: Sequence[tuple[Offsets, Offsets]]) -> None:
+        self.chunks = chunks
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self)[at] if isinstance(at, slice) else _torch_chunk(self.chunks[at])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_torch_chunk, self.chunks)
 
 
-def _enum_member(kind: Any, name: str) -> Any:
-    if f"{kind.__module__}.{kind.__qualname__}" not in MEMORY_FORMATS:
-        raise PickleRefusedError("it calls builtins.getattr, which metadata never does")
-    return getattr(kind, name)
+def _torch_chunk(chunk: tuple[Offsets, Offsets]) -> Any:
+    from torch import Size
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(Size(chunk[0]), Size(chunk[1]))
 
 
-def unpickle(data: bytes) -> Any:
-    """torch's own `Metadata`, for bytes that have matched their digest. No other class is ever made."""
-    try:
-        return _Restricted(io.BytesIO(data)).load()
-    except (PickleRefusedError, pickle.UnpicklingError) as error:
-        raise MetadataError(str(error)) from error
+class _TorchStorage(Mapping[Any, Any]):
+    """Where each is stored, by torch's index."""
+
+    def __init__(self, storage: Mapping[StorageKey, StorageEntry]) -> None:
+        self._storage = storage
+
+    def __getitem__(self, index: Any) -> Any:
+        from holdfast.base import StorageInfo
+
+        offsets = None if index.offset is None else tuple(index.offset)
+        entry = self._storage[index.fqn, offsets]
+        return StorageInfo(entry.path, entry.offset, entry.length)
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def __iter__(self) -> Iterator[Any]:
+        from torch import Size
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        for name, offsets in self._storage:
+            yield MetadataIndex(name, None if offsets is None else Size(offsets))
 
 
 def read(directory: Path, most: int = MAX_METADATA_BYTES) -> StoredMetadata:
@@ -471,7 +545,9 @@ def _convert(value: Any, regular: Regular | None = None) -> StoredMetadata:
             raise MetadataError(f"{show_key(key)} is stored twice")
         storage[key] = _info(info, key)
     whole = storage if regular is None or not runs else _regular_storage(regular, runs, storage)
-    return StoredMetadata(tensors, objects, whole, _origin(fields.get("storage_meta")))
+    return StoredMetadata(
+        tensors, objects, whole, _origin(fields.get("storage_meta")), _paths(fields.get("planner_data"))
+    )
 
 
 def _tensor(value: Any, what: str, regular: Regular | None) -> TensorEntry:
@@ -594,6 +670,17 @@ def _info(value: Any, key: StorageKey) -> StorageEntry:
         shown = escaped(path) if type(path) is str else type(path).__name__
         raise MetadataError(f"{what} lies in {shown!r}, which is not a path inside the directory")
     return StorageEntry(path, _number(fields.get("offset"), what), _number(fields.get("length"), what))
+
+
+def _paths(value: Any) -> dict[str, tuple[str | int, ...]]:
+    """Planners keep here what they like; what is no path is of no concern."""
+    if type(value) is not dict:
+        return {}
+    return {name: path for name, path in value.items() if type(name) is str and _is_path(path)}
+
+
+def _is_path(value: Any) -> bool:
+    return type(value) is tuple and bool(value) and all(type(part) in (str, int) for part in value)
 
 
 def _origin(value: Any) -> str:
