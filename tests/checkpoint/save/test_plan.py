@@ -26,7 +26,15 @@ from holdfast.checkpoint.format.shards import ALIGNMENT, Frames, plain
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import plan as planning
 from holdfast.checkpoint.save import snapshot as snapshots
-from holdfast.checkpoint.save.plan import Plan, SnapshotPlanner, find_sharings, make_plan, signature_of, term
+from holdfast.checkpoint.save.plan import (
+    Plan,
+    SnapshotPlanner,
+    find_sharings,
+    make_plan,
+    share_out,
+    signature_of,
+    term,
+)
 from holdfast.checkpoint.save.snapshot import Buffer, stage_from_host
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.record.group import Group
@@ -367,8 +375,8 @@ held_by_ranks = st.lists(
 
 
 def total(sharings: list[Any], held: Held) -> int:
-    mine = [[s for s in sharings if rank in s.ranks] for rank in range(len(held))]
-    return sum(term(mine[rank], rank, digests) for rank, digests in enumerate(held)) % (1 << 64)
+    mine = share_out(sharings, len(held))
+    return sum(term(mine[rank], digests) for rank, digests in enumerate(held)) % (1 << 64)
 
 
 @given(held_by_ranks)
