@@ -560,6 +560,7 @@ REGULAR = {
     "whole tensors": many(1, 1),
     "thousands": many(2, 1500),
     "many whole tensors": whole_tensors(600, [3, 2]),
+    "whole tensors in many frames": whole_tensors(8000, [3, 2]),
     "scalars": whole_tensors(80, []),
 }
 

@@ -748,6 +748,8 @@ class Regular:
             raise IrregularError
         if (row := self._rows.get(at)) is not None:
             return self._take_entry(row, at, known, stack, memo)
+        if self._is_put_alone(at):
+            return at, known, stack
         held = self.held.setdefault(depth, _Held())
         held.items += stack
         held.count += len(stack)
@@ -770,6 +772,14 @@ class Regular:
         if held.count > MOST_HELD:
             raise IrregularError
         return at, known, []
+
+    def _is_put_alone(self, at: int) -> bool:
+        """Whether APPEND or SETITEM follows: one object, for which the interpreter has no mark."""
+        runs, table = self._chunk_runs, self.chunks
+        if at not in runs:
+            runs, table = self._stored_runs, self.stored
+        first, past = runs[at]
+        return past == first + 1 and self._data[int(table.columns["end"][first])] in b"as"
 
     def given_back(self, depth: int, items: list[Any], kind: type[_Run] | None) -> list[Any]:
         """What is held there and these, for an opcode that takes all up to a mark, and `kind` of run."""
