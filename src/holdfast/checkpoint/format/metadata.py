@@ -584,7 +584,7 @@ def _tensor(value: Any, what: str, regular: Regular | None) -> TensorEntry:
 def _chunks_of(regular: Regular, run: ChunkRun, dims: int) -> Chunks:
     """Some chunks of a tensor of so many dimensions."""
     columns, rows = regular.chunks.columns, slice(run.first, run.past)
-    if (columns["offset.dims"][rows] != dims).any() or (columns["extent.dims"][rows] != dims).any():
+    if not regular.have_dimensions(run, dims):
         raise IrregularError  # the interpreter names it
     return Chunks(columns["offset"][rows, :dims], columns["extent"][rows, :dims])
 
@@ -768,16 +768,13 @@ def _sound_among(names: list[str], dims: int, meta: StoredMetadata, storage: Sto
     if dims <= storage.place.shape[1]:
         stored = storage.rows(number, np.full(len(offsets), dims, "i1"), place) >= 0
     fits = inside & (stored | (volume == 0))
-    begin = 0
-    for name, count, box in zip(names, counts, chunks, strict=True):
-        end = begin + count
-        if fits[begin:end].all():
-            wanted = math.prod(meta.tensors[name].shape)
-            held = volume[begin:end]
-            exact = int(held[0]) if count == 1 else sum(held.tolist())
-            if exact == wanted and (count == 1 or not _may_overlap(box)):
-                yield name
-        begin = end
+    begin = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.intp)
+    wanted = np.array([math.prod(meta.tensors[name].shape) for name in names], "i8")
+    held, about = np.add.reduceat(volume, begin), np.add.reduceat(volume.astype("f8"), begin)
+    fits = np.logical_and.reduceat(fits, begin) & (held == wanted) & (about < 2.0**62)
+    for name, count, box, fit in zip(names, counts, chunks, fits.tolist(), strict=True):
+        if fit and (count == 1 or not _may_overlap(box)):
+            yield name
 
 
 def _may_overlap(chunks: Chunks) -> bool:

@@ -690,6 +690,9 @@ class _Held:
         """Of the objects that it stands for."""
 
 
+_OF_ENTRY = ("end", "memos", "name", "name.length")
+
+
 class RegularEntry:
     """A regular TensorStorageMetadata."""
 
@@ -721,12 +724,18 @@ class Regular:
                 table.add(cursors)
         for table in (self.entries, self.chunks, self.stored):
             table.seal()
+        # As bytes, so that those of a run are compared at once.
+        self._dims = [
+            self.chunks.columns[f"{name}.dims"].tobytes() if len(self.chunks) else b""
+            for name in ("offset", "extent")
+        ]
         self._chunk_runs, self._stored_runs = self.chunks.runs(), self.stored.runs()
         begins = self.entries.columns["begin"].tolist() if len(self.entries) else []
         self.held: dict[int, _Held] = {}
         """By how many marks are open."""
         self._rows = dict(zip(begins, range(len(begins)), strict=True))
-        self._entry_ends = self.entries.columns["end"].tolist() if begins else []
+        lists = [self.entries.columns[name].tolist() if begins else [] for name in _OF_ENTRY]
+        self._entry_rows = list(zip(*lists, strict=True))
         self.begins = {*self._chunk_runs, *self._stored_runs, *self._rows}
         self.memo: Mapping[int, Any] = {}
         # Entries of the memo that are made before each chunk or storage index.
@@ -746,8 +755,14 @@ class Regular:
         self.memo = memo
         if 2 * known > at or not depth:
             raise IrregularError
-        if (row := self._rows.get(at)) is not None:
-            return self._take_entry(row, at, known, stack, memo)
+        if at in self._rows:
+            before = -1
+            while at != before and (row := self._rows.get(at)) is not None:
+                before = at
+                at, known, stack = self._take_entry(row, at, known, stack, memo)
+            if len(stack) > MOST_HELD:
+                raise IrregularError
+            return at, known, stack
         if self._is_put_alone(at):
             return at, known, stack
         held = self.held.setdefault(depth, _Held())
@@ -794,6 +809,11 @@ class Regular:
             raise IrregularError
         return whole
 
+    def have_dimensions(self, run: ChunkRun, dims: int) -> bool:
+        """Whether all chunks of a run have so many."""
+        expected = bytes([dims]) * (run.past - run.first)
+        return all(found[run.first : run.past] == expected for found in self._dims)
+
     def _take_chunks(self, at: int, known: int) -> tuple[int, int, ChunkRun] | None:
         found = self._chunk_runs.get(at)
         if found is None:
@@ -806,8 +826,9 @@ class Regular:
         self, row: int, at: int, known: int, stack: list[Any], memo: dict[int, Any]
     ) -> tuple[int, int, list[Any]]:
         """An entry with all its chunks, to the BUILD at its end."""
-        columns, data = self.entries.columns, self._data
-        end, now = self._entry_ends[row], known + int(columns["memos"][row])
+        data = self._data
+        end, memos, start, length = self._entry_rows[row]
+        now = known + memos
         runs: list[ChunkRun] = []
         while data[end] == 0x28:  # MARK, some chunks, APPENDS
             taken = self._take_chunks(end + 1, now)
@@ -825,8 +846,7 @@ class Regular:
         self.entries.check(memo)
         if runs:
             self.chunks.check(memo)
-        start = int(columns["name"][row])
-        name = data[start : start + int(columns["name.length"][row])].decode("utf-8")
+        name = data[start : start + length].decode("utf-8")
         memo[known] = name
         stack += [name, RegularEntry(row, known, runs)]
         return end + 2, now, stack
