@@ -710,6 +710,8 @@ class Regular:
     def __init__(self, data: bytes) -> None:
         import numpy as np
 
+        if len(data) < 2 * _TAIL:
+            raise IrregularError
         self._data = data
         self.entries, self.chunks, self.stored = _Table("entries"), _Table("chunks"), _Table("stored")
         for begin in range(0, len(data), BLOCK):
