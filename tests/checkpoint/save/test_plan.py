@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import holdfast
-from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint.format import fingerprint as fingerprints
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import metadata as metadatas
@@ -37,6 +36,7 @@ from holdfast.checkpoint.format.layout import placeholder
 from holdfast.checkpoint.format.shards import ALIGNMENT, Frames, plain
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import plan as planning
+from holdfast.checkpoint.save import saver as saving
 from holdfast.checkpoint.save import snapshot as snapshots
 from holdfast.checkpoint.save.plan import (
     Plan,
@@ -628,7 +628,8 @@ def test_what_could_not_be_read_back_is_refused_before_anything_is_staged(
 ) -> None:
     monkeypatch.setattr(where, limit, 1)
     staged: list[Any] = []
-    monkeypatch.setattr(commits, "open_staged", lambda *args, **more: staged.append(args))
+    monkeypatch.setattr(snapshots, "stage_from_host", lambda *args, **more: staged.append(args))
+    monkeypatch.setattr(saving, "write_shards", lambda *args, **more: staged.append(args))
     with pytest.raises(SaveFailedError, match=said):
         train(tmp_path / "run", until=4)
     assert staged == []
