@@ -1,7 +1,7 @@
 """Saves of very many entries by very many ranks: what planning, records and reading them cost.
 
-Seconds are the processor's: nothing here waits for anything. No rank runs: what each would send is generated. Each measurement is made in a process of its own, whose
-highest memory use is a part of the answer.
+Seconds are the processor's: nothing here waits for anything. No rank runs: what each would send is generated.
+Each measurement is made in a process of its own, whose highest memory use is a part of the answer.
 """
 
 from __future__ import annotations
