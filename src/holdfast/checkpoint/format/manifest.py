@@ -373,14 +373,14 @@ def read(directory: Path) -> tuple[Manifest, str]:
     return decode(_read(directory))
 
 
-def read_lazily(directory: Path) -> tuple[Manifest, str, Tables]:
+def read_lazily(directory: Path) -> tuple[Manifest, str, ChunkTables]:
     """The same for who needs the chunks of few files: they are not in the manifest but in the tables."""
     body, digest = _opened(_read(directory))
     found = _parsed(body, _Undecoded)
     _check_paths(found.files)
     files = [FileEntry(path=entry.path, size=entry.size, digest=entry.digest) for entry in found.files]
     fields = {name: getattr(found, name) for name in Manifest.__struct_fields__}
-    return Manifest(**{**fields, "files": files}), digest, Tables(found.files)
+    return Manifest(**{**fields, "files": files}), digest, ChunkTables(found.files)
 
 
 def _read(directory: Path) -> bytes:
@@ -403,7 +403,7 @@ class _Undecoded(Manifest, frozen=True, kw_only=True):
     files: list[_UndecodedFile]  # type: ignore[assignment]
 
 
-class Tables(Mapping[str, list[Chunk]]):
+class ChunkTables(Mapping[str, list[Chunk]]):
     """The chunks of a manifest's files; each file's are decoded and checked when they are asked for."""
 
     def __init__(self, files: list[_UndecodedFile]) -> None:

@@ -1,8 +1,9 @@
-"""DCP's `.metadata`, and any pickle, read as data: nothing in it is ever imported or executed.
+"""DCP's `.metadata` as plain data, checked: what is stored, in which chunks, and where.
 
 `.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. It is read as data (see
-below), every field is checked for its type and range, and the result is plain structs. Whatever is odd
-becomes a `MetadataError` that says what; no other exception leaves this module for bad contents.
+pickled.py), every field is checked for its type and range, and the result is plain structs, with millions of
+chunks in arrays. Whatever is odd becomes a `MetadataError` that says what; no other exception leaves this
+module for bad contents.
 
 `completeness` then says whether the files beside it can hold what it promises. That is all that can be known
 of a stock DCP directory, which has no digests.
