@@ -522,7 +522,7 @@ def many(tensors: int, ranks: int, shape: tuple[int, ...] = (4, 3), *, nones: in
 
 def plainly(meta: StoredMetadata) -> Any:
     tensors = {name: (one.shape, one.dtype, list(one.chunks)) for name, one in meta.tensors.items()}
-    return list(tensors.items()), meta.objects, dict(meta.storage), meta.origin
+    return list(tensors.items()), meta.objects, dict(meta.storage), meta.origin, meta.paths
 
 
 def read_both_ways(data: bytes) -> tuple[Any, Any]:
