@@ -7,6 +7,7 @@ import copyreg
 import io
 import os
 import pickle
+import pickletools
 import re
 import subprocess
 import sys
@@ -651,3 +652,84 @@ def test_mutated_files_are_read_alike_both_ways(data: st.DataObject) -> None:
             whole[place + 1] = data.draw(st.integers(0, 80))
     alone, with_them = read_both_ways(bytes(whole))
     assert alone == with_them
+
+
+def reference_to_what_comes_later(data: bytes) -> bytes:
+    """The name of a chunk's storage is a text that is read only after it."""
+    texts: dict[str, int] = {}
+    known, found, last = 0, 0, None
+    for opcode, argument, place in pickletools.genops(data):
+        if opcode.name == "MEMOIZE":
+            texts.setdefault(str(last), known)
+            known += 1
+        elif opcode.name == "LONG_BINGET" and last == texts.get("fqn"):
+            found = place or 0
+        last = argument
+    return data[: found + 1] + texts["save_id"].to_bytes(4, "little") + data[found + 5 :]
+
+
+def altered(kind: str) -> bytes:
+    meta = many(3, 12)
+    second: Any = meta.state_dict_metadata["model.layer.1.weight"]
+    some = list(meta.storage_data)[20:23]
+    if kind == "another number of dimensions":
+        second.size = torch.Size([48_000])
+    elif kind == "stored twice":
+        object.__setattr__(some[0], "fqn", some[1].fqn)
+        object.__setattr__(some[0], "offset", some[1].offset)
+    elif kind == "stored nowhere":
+        del meta.storage_data[some[1]]
+    elif kind == "outside":
+        second.chunks[5].sizes = torch.Size([4000, 4])
+    elif kind == "outside, of the same volume":
+        second.chunks[5].offsets, second.chunks[5].sizes = torch.Size([0, 3]), torch.Size([4000, 3])
+    elif kind == "a chunk missing":
+        del second.chunks[5]
+    elif kind == "overlap":
+        second.chunks[5].offsets = torch.Size([16_000, 0])
+        meta.storage_data[MetadataIndex("model.layer.1.weight", torch.Size([16_000, 0]))] = (
+            meta.storage_data.pop(MetadataIndex("model.layer.1.weight", torch.Size([20_000, 0])))
+        )
+    elif kind == "more elements than can be counted":
+        second.size = torch.Size([2**62, 3])
+        second.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2**62, 3])) for _ in range(4)]
+    elif kind == "two chunks in a dictionary":
+        meta.planner_data = {"x": [ChunkStorageMetadata(torch.Size([n]), torch.Size([1])) for n in range(2)]}
+    elif kind == "very many in one list":
+        meta = many(1, 12_000, (1,))
+    data = pickle.dumps(meta, 4)
+    if kind == "two chunks in a dictionary":
+        begin = data.index(b"\x8c\x01x\x94]\x94(")
+        end = data.index(b"es", begin)
+        data = data[:begin] + b"(\x8c\x01x\x94\x94" + data[begin + 7 : end] + b"u" + data[end + 2 :]
+    elif kind == "very many in one list":
+        data = data.replace(b"ube(h", b"ubh")
+    elif kind == "a later text":
+        data = reference_to_what_comes_later(data)
+    elif kind == "out of the directory":
+        data = data.replace(b"__5_0.distcp", b"../_0.distcp")
+    elif kind.startswith("renamed: "):
+        name = kind.removeprefix("renamed: ").encode()
+        data = data.replace(
+            bytes([len(name)]) + name + b"\x94", bytes([len(name)]) + b"x" + name[1:] + b"\x94"
+        )
+    elif kind == "another class":
+        data = data.replace(b"ChunkStorageMetadata", b"BytesStorageMetadata")
+    return data
+
+
+KINDS = [
+    "another number of dimensions", "stored twice", "stored nowhere", "outside", "outside, of the same volume",
+    "a chunk missing", "overlap", "more elements than can be counted", "two chunks in a dictionary",
+    "very many in one list", "a later text", "out of the directory", "another class",
+    *(f"renamed: {name}" for name in (
+        "offsets", "sizes", "fqn", "offset", "relative_path", "length", "properties", "size", "chunks",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_wrong_with_a_regular_file_is_told_as_the_interpreter_tells_it(kind: str) -> None:
+    alone, with_them = read_both_ways(altered(kind))
+    assert alone == with_them
+    assert alone != read_both_ways(altered("not at all"))[0]

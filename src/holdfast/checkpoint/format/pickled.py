@@ -785,8 +785,6 @@ class Regular:
             first, past = self._stored_runs[at]
             self.stored.check(memo)
             self._remember_texts(first, past, known, memo)
-            if len(held.items) % 2:
-                raise IrregularError
             held.items += [StoredRun(first, past, known), None]
             held.count += 2 * (past - first)
             at = int(self.stored.columns["end"][past - 1])
