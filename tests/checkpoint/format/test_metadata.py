@@ -654,6 +654,22 @@ def test_mutated_files_are_read_alike_both_ways(data: st.DataObject) -> None:
     assert alone == with_them
 
 
+def references_elsewhere(data: bytes, name: str) -> bytes:
+    """All that mean this text, but for the first, which spells it out, mean another."""
+    texts, known, last = {}, 0, None
+    changed = bytearray(data)
+    for opcode, argument, place in pickletools.genops(data):
+        if opcode.name == "MEMOIZE":
+            texts.setdefault(str(last), known)
+            known += 1
+        elif opcode.name in ("BINGET", "LONG_BINGET") and argument == texts.get(name):
+            other = texts["state_dict_metadata"]
+            width = 1 if opcode.name == "BINGET" else 4
+            changed[(place or 0) + 1 : (place or 0) + 1 + width] = other.to_bytes(width, "little")
+        last = argument
+    return bytes(changed)
+
+
 def reference_to_what_comes_later(data: bytes) -> bytes:
     """The name of a chunk's storage is a text that is read only after it."""
     texts: dict[str, int] = {}
@@ -676,13 +692,15 @@ def altered(kind: str) -> bytes:
         second.size = torch.Size([48_000])
     elif kind == "stored twice":
         object.__setattr__(some[0], "fqn", some[1].fqn)
-        object.__setattr__(some[0], "offset", some[1].offset)
+        object.__setattr__(some[0], "offset", torch.Size(list(some[1].offset)))
     elif kind == "stored nowhere":
         del meta.storage_data[some[1]]
     elif kind == "outside":
         second.chunks[5].sizes = torch.Size([4000, 4])
     elif kind == "outside, of the same volume":
         second.chunks[5].offsets, second.chunks[5].sizes = torch.Size([0, 3]), torch.Size([4000, 3])
+    elif kind == "an empty chunk outside":
+        second.chunks.insert(5, ChunkStorageMetadata(torch.Size([90_000, 0]), torch.Size([0, 3])))
     elif kind == "a chunk missing":
         del second.chunks[5]
     elif kind == "overlap":
@@ -701,11 +719,20 @@ def altered(kind: str) -> bytes:
     if kind == "two chunks in a dictionary":
         begin = data.index(b"\x8c\x01x\x94]\x94(")
         end = data.index(b"es", begin)
-        data = data[:begin] + b"(\x8c\x01x\x94\x94" + data[begin + 7 : end] + b"u" + data[end + 2 :]
+        data = (
+            data[:begin]
+            + b"(\x8c\x01x\x94\x94\x95"
+            + bytes(8)
+            + data[begin + 7 : end]
+            + b"u"
+            + data[end + 2 :]
+        )
     elif kind == "very many in one list":
         data = data.replace(b"ube(h", b"ubh")
     elif kind == "a later text":
         data = reference_to_what_comes_later(data)
+    elif kind.startswith("elsewhere: "):
+        data = references_elsewhere(data, kind.removeprefix("elsewhere: "))
     elif kind == "out of the directory":
         data = data.replace(b"__5_0.distcp", b"../_0.distcp")
     elif kind.startswith("renamed: "):
@@ -718,13 +745,15 @@ def altered(kind: str) -> bytes:
     return data
 
 
+FIELDS_OF_MANY = (
+    "offsets", "sizes", "fqn", "offset", "relative_path", "length", "properties", "size", "chunks",
+)  # fmt: skip
 KINDS = [
-    "another number of dimensions", "stored twice", "stored nowhere", "outside", "outside, of the same volume",
-    "a chunk missing", "overlap", "more elements than can be counted", "two chunks in a dictionary",
-    "very many in one list", "a later text", "out of the directory", "another class",
-    *(f"renamed: {name}" for name in (
-        "offsets", "sizes", "fqn", "offset", "relative_path", "length", "properties", "size", "chunks",
-    )),
+    "another number of dimensions", "stored twice", "stored nowhere", "outside",
+    "outside, of the same volume", "an empty chunk outside", "a chunk missing", "overlap",
+    "more elements than can be counted", "two chunks in a dictionary", "very many in one list",
+    "a later text", "out of the directory", "another class",
+    *(f"{how}: {name}" for how in ("renamed", "elsewhere") for name in FIELDS_OF_MANY),
 ]  # fmt: skip
 
 
