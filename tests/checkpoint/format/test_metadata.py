@@ -681,6 +681,7 @@ def reference_to_what_comes_later(data: bytes) -> bytes:
         elif opcode.name == "LONG_BINGET" and last == texts.get("fqn"):
             found = place or 0
         last = argument
+    assert found
     return data[: found + 1] + texts["save_id"].to_bytes(4, "little") + data[found + 5 :]
 
 
@@ -715,6 +716,8 @@ def altered(kind: str) -> bytes:
         meta.planner_data = {"x": [ChunkStorageMetadata(torch.Size([n]), torch.Size([1])) for n in range(2)]}
     elif kind == "very many in one list":
         meta = many(1, 12_000, (1,))
+    elif kind == "a later text":
+        meta = many(5, 12)  # so that there are long references to names
     data = pickle.dumps(meta, 4)
     if kind == "two chunks in a dictionary":
         begin = data.index(b"\x8c\x01x\x94]\x94(")
