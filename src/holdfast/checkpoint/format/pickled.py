@@ -164,7 +164,9 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
     at = 2
     stack: list[Any] = []
     marks: list[list[Any]] = []
-    memo: dict[int, Any] = {}
+    listed: list[Any] = []
+    kept: dict[int, Any] = {}
+    memo: list[Any] | dict[int, Any] = listed if regular is None else kept
     known = 0
     """Entries of the memo; what is inside a recognised stretch is counted and not kept."""
     made = 0
@@ -182,7 +184,10 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
                 stack.append(memo[_U32(data, at)[0]])
                 at += 4
             elif op == 0x94:  # MEMOIZE
-                memo[known] = stack[-1]
+                if regular is None:
+                    listed.append(stack[-1])  # a list takes far less than a dictionary
+                else:
+                    kept[known] = stack[-1]
                 known += 1
             elif op == 0x4B:  # BININT1
                 stack.append(data[at])
@@ -224,7 +229,7 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
                 marks.append(stack)
                 stack = []
                 if regular is not None and at in regular.begins:
-                    at, known, stack = regular.take(at, known, stack, len(marks), memo)
+                    at, known, stack = regular.take(at, known, stack, len(marks), kept)
             elif op == 0x74:  # TUPLE
                 items, stack = stack, marks.pop()
                 if regular is not None and regular.held:
@@ -249,7 +254,7 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
                 state = stack.pop()
                 _build(stack[-1], state)
                 if regular is not None and at in regular.begins:
-                    at, known, stack = regular.take(at, known, stack, len(marks), memo)
+                    at, known, stack = regular.take(at, known, stack, len(marks), kept)
             elif op == 0x52:  # REDUCE
                 arguments = stack.pop()
                 stack[-1] = _reduce(stack[-1], arguments, vocabulary)
@@ -280,7 +285,7 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
                 _U64(data, at)
                 at += 8
                 if regular is not None and at in regular.begins:
-                    at, known, stack = regular.take(at, known, stack, len(marks), memo)
+                    at, known, stack = regular.take(at, known, stack, len(marks), kept)
             elif op == 0x2E:  # STOP
                 if marks or len(stack) != 1:
                     raise PickleRefusedError("it ends in the middle of a value")
