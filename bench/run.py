@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import large
 import measures
 from rich.console import Console
 from rich.table import Table
@@ -264,6 +265,40 @@ BENCHMARKS = {
         "us",
         20.0,
         "ours",
+    ),
+    "metadata-parse": Benchmark(
+        ".metadata of 2.2 million chunks: read and checked, for each chunk",
+        large.parsed,
+        "the interpreter alone, of a 32nd of it",
+        "us",
+        0.1,
+        "ratio",
+    ),
+    "metadata-parse-memory": Benchmark(
+        "the same: memory at its highest, for each chunk, the file's own bytes included",
+        large.parsed_memory,
+        "the interpreter alone, of a 32nd of it",
+        "bytes",
+        0.5,
+        "ratio",
+    ),
+    "plan-size": Benchmark(
+        "a save of 100,000 entries by 1,024 ranks, 4 of which hold a part of each: planned, its records read",
+        large.planned,
+        "eight times an eighth of the entries and ranks",
+        "s",
+        None,
+        "ours",
+        shows_growth=True,
+    ),
+    "plan-size-memory": Benchmark(
+        "the same: memory of rank 0 at its highest",
+        large.planned_memory,
+        "eight times an eighth of the entries and ranks",
+        "MiB",
+        None,
+        "ours",
+        shows_growth=True,
     ),
     "assembly": Benchmark(
         "resume from local copies, planned for 10,000 ranks",

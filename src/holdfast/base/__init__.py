@@ -96,7 +96,6 @@ if TYPE_CHECKING:
         processors_near,
         scaler_findings,
         sharded_parameters,
-        tolerant,
         tree_flatten,
         tree_leaves,
         tree_unflatten,

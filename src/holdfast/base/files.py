@@ -222,8 +222,11 @@ def _read_regular(path: Path, limit: int) -> bytes:
         if info.st_size > limit:
             raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} allowed", str(path))
         with open(file.number, "rb", closefd=False) as stream:
-            data = stream.read(limit + 1)
-    if len(data) > limit:  # it has grown meanwhile
+            # Not `limit` at once: so much memory would be asked for, however small the file is.
+            data = stream.read(min(limit, info.st_size) + 1)
+            while len(data) <= limit and (more := stream.read(min(1 << 20, limit + 1 - len(data)))):
+                data += more  # it has grown meanwhile
+    if len(data) > limit:
         raise OSError(errno.EFBIG, f"more than the {limit} bytes allowed", str(path))
     return data
 

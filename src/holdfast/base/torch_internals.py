@@ -231,28 +231,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-# --- DCP's metadata ----------------------------------------------------------------------------------------
-
-
-@functools.cache
-def tolerant(properties: type[Any]) -> type[Any]:
-    """DCP's class of a tensor's properties, for unpickling; it also accepts what a later torch has written.
-
-    From torch 2.14 on there is one more field, the strides, which nothing reads and an older torch does not
-    accept: without this, a run could not go back to the release that it came from.
-    """
-
-    class Tolerant(properties):  # type: ignore[misc]
-        def __setstate__(self, state: tuple[Any, ...]) -> None:
-            self.__class__ = properties
-            try:
-                self.__setstate__(state)
-            except ValueError:
-                self.__setstate__(state[:5])
-
-    return Tolerant
-
-
 # --- FSDP2 -------------------------------------------------------------------------------------------------
 
 

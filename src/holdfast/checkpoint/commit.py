@@ -226,7 +226,8 @@ def finish(
         files = [file for part in parts for file in part]
         files.append(write_metadata(staged, declared.metadata_for(name)))
         if manifest.files and manifest.files != files:
-            other = [file.path for file in files if file not in manifest.files]
+            held = {file.path: file for file in manifest.files}
+            other = [file.path for file in files if held.get(file.path) != file]
             raise SaveFailedError(f"{name}: {other} differ from the local tier's")
         sealed = msgspec.structs.replace(manifest, files=files)
         digest = seal(staged, sealed)

@@ -17,12 +17,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed import HashStore
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.checkpoint.choose import load
 from holdfast.checkpoint.choose import verifying_reader as reading
 from holdfast.checkpoint.choose.load import _load_tensors
 from holdfast.checkpoint.choose.verifying_reader import IN_PLACE, VerifyingReader
 from holdfast.checkpoint.commit import write_metadata
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.format.fingerprint import of_tensor
 from holdfast.checkpoint.format.layout import READ_SLICE, ShardFile
 from holdfast.checkpoint.format.manifest import METADATA, CheckpointName, FileEntry, Manifest
@@ -31,6 +35,7 @@ from holdfast.checkpoint.save.plan import SnapshotPlanner, make_plan, signature_
 from holdfast.errors import CheckpointError, SaveFailedError
 from holdfast.record.group import Group
 from kit.checkpoints import list_file, seal
+from kit.ranks.writers import ranks
 from kit.tensors import DTYPES, bits, same_bits
 
 SHARD = "__0_0.distcp"
@@ -511,3 +516,45 @@ def test_a_part_of_a_tensor_is_looked_at_too(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: self.fill_(1.0))
     with pytest.raises(CheckpointError, match="wrong-in-memory w"):
         reader.read_data(plan, Planner())  # type: ignore[arg-type]
+
+
+def test_ranks_of_another_number_load_from_arrays_and_plan_their_own_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP would compare each part that is wanted with each chunk that is stored, on every rank."""
+    monkeypatch.setattr(metadatas, "REGULAR_FROM", 0)
+    whole = {f"w{n}": torch.randn(24 + n, 3) for n in range(4)}
+    directory = tmp_path / "stock"
+
+    def sharded(tensors: dict[str, torch.Tensor], world: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (world,))
+        return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
+
+    ranks(tmp_path / "save", 4, lambda rank: dcp.save(sharded(whole, 4), checkpoint_id=directory))
+    manifest = seal(directory)
+
+    def load(rank: int) -> None:
+        reader = VerifyingReader(directory, manifest)
+        target = sharded(blank(whole), 3)
+        with reader.planning(target):
+            planned = reader.read_metadata().state_dict_metadata
+            assert planned.keys() == whole.keys()
+            assert all(0 < len(entry.chunks) < 4 for entry in planned.values())
+        assert all(len(entry.chunks) == 4 for entry in reader.read_metadata().state_dict_metadata.values())
+        _load_tensors(target, reader)
+        for name, expected in sharded(whole, 3).items():
+            assert same_bits(target[name].to_local(), expected.to_local()), name
+
+    ranks(tmp_path / "load", 3, load)
+
+
+def test_only_the_chunks_of_files_that_are_read_are_decoded(saved: Saved) -> None:
+    directory, _, state = saved
+    manifest, _, tables = manifests.read_lazily(directory)
+    assert all(not entry.chunks for entry in manifest.files)
+    reader = VerifyingReader(directory, manifest, tables=tables)
+    assert not reader._chunks
+    target = blank(state)
+    _load_tensors(target, reader)
+    assert list(reader._chunks) == [SHARD]
+    assert all(same_bits(target[name], state[name]) for name in state)

@@ -11,9 +11,20 @@ import pytest
 import torch
 
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.checkpoint.format.manifest import FORMAT, ManifestError
+from holdfast.checkpoint.format.manifest import (
+    FORMAT,
+    MANIFEST,
+    METADATA,
+    Chunk,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    Versions,
+    World,
+)
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.remote.copies import open_remote
+from holdfast.process import proc
 from holdfast.record.standing import RootBook, Standing
 from kit.commands import ckpt, ckpt_json
 from kit.harness import REPO
@@ -87,3 +98,66 @@ def test_a_newer_manifest_that_needs_something_unknown_is_refused_by_name() -> N
 def test_a_newer_format_is_refused_naming_the_version() -> None:
     with pytest.raises(ManifestError, match=f"format {FORMAT + 1}; this release reads up to {FORMAT}"):
         manifests.decode(rewritten({"format": FORMAT + 1, "step": "of another type then"}))
+
+
+def of_two_files() -> bytes:
+    chunks = [Chunk(0, 5, "1" * 32), Chunk(5, 5, "2" * 32, "x:" + "3" * 32)]
+    files = [FileEntry(path=f"__{rank}_0.distcp", size=10, digest="4" * 32, chunks=chunks) for rank in (0, 1)]
+    return manifests.encode(
+        Manifest(
+            format=1, id="0" * 16, step=1, parent=None, run="r", attempt=1, epoch=1, created=0.0, parts={},
+            files=[*files, FileEntry(path=METADATA, size=9, digest="5" * 32)], world=World(size=2),
+            versions=Versions(holdfast="", torch="", python=""), tokens=7,
+        )
+    )[0]  # fmt: skip
+
+
+def test_a_manifest_that_is_read_lazily_says_the_same(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(of_two_files())
+    whole, digest = manifests.read(tmp_path)
+    lazily, same, tables = manifests.read_lazily(tmp_path)
+    assert same == digest
+    assert {entry.path: entry.chunks for entry in whole.files} == dict(tables)
+    files = [msgspec.structs.replace(entry, chunks=tables[entry.path]) for entry in lazily.files]
+    assert msgspec.structs.replace(lazily, files=files) == whole
+
+
+def test_a_bad_table_of_chunks_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+    """Of this file; what the others hold can still be used."""
+    body = of_two_files().partition(b'"body":')[2].removesuffix(b"}\n")
+    first, second, rest = body.split(b"[5,5,", 2)
+    for bad, said in (
+        (b"[5,6,", "outside the file"),
+        (b"[4,5,", "over another"),
+        (b"[-5,5,", "cannot be parsed"),
+    ):
+        data = first + b"[5,5," + second + bad + rest
+        text = b'{"digest":"%b","body":%b}\n' % (manifests.digest_bytes(data).encode(), data)
+        (tmp_path / MANIFEST).write_bytes(text)
+        with pytest.raises(ManifestError, match=said):
+            manifests.read(tmp_path)
+        _, _, tables = manifests.read_lazily(tmp_path)
+        assert len(tables["__0_0.distcp"]) == 2
+        with pytest.raises(ManifestError, match=said):
+            tables["__1_0.distcp"]
+
+
+def test_what_stands_beside_the_list_of_files_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold values of any kind, which take far more memory than text."""
+    data = of_two_files()
+    rest = len(data) - data.index(b',"versions"') + data.index(b'"files":')
+    monkeypatch.setattr(manifests, "MAX_REST_BYTES", rest + 100)
+    assert manifests.decode(data)[0].tokens == 7
+    monkeypatch.setattr(manifests, "MAX_REST_BYTES", rest - 200)
+    with pytest.raises(ManifestError, match="beside its list of files"):
+        manifests.decode(data)
+
+
+def test_a_manifest_that_would_not_fit_into_memory_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proc, "memory_available", lambda: 100 * 1024 * 1024)
+    with (tmp_path / MANIFEST).open("wb") as file:
+        file.truncate(60 * 1024 * 1024)
+    with pytest.raises(ManifestError, match=r"62914560 bytes.* 104857600 are available; at most 171798"):
+        manifests.read(tmp_path)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import copyreg
 import io
 import os
 import pickle
+import pickletools
 import re
 import subprocess
 import sys
@@ -28,8 +30,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.format.manifest import METADATA, Reason
-from holdfast.checkpoint.format.metadata import MetadataError, StorageEntry, completeness, parse, read
+from holdfast.checkpoint.format.metadata import (
+    MAX_METADATA_BYTES,
+    Chunks,
+    MetadataError,
+    StorageEntry,
+    StoredChunks,
+    StoredMetadata,
+    completeness,
+    parse,
+    read,
+)
+from holdfast.process import proc
 from kit.checkpoints import save_stock
 
 FILE = "__0_0.distcp"
@@ -394,9 +408,29 @@ def test_one_item_in_two_places_is_refused() -> None:
 
 def test_a_file_over_the_limit_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / METADATA).open("wb") as file:
-        file.truncate(300 * 1024 * 1024)
-    with pytest.raises(MetadataError, match="more than"):
+        file.truncate(MAX_METADATA_BYTES + 1)
+    with pytest.raises(MetadataError, match=f"more than the {MAX_METADATA_BYTES}"):
         read(tmp_path)
+    with (tmp_path / METADATA).open("wb") as file:
+        file.truncate(1001)
+    with pytest.raises(MetadataError, match="more than the 1000"):  # what the manifest says
+        read(tmp_path, 1000)
+
+
+def test_a_file_that_would_not_fit_into_memory_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proc, "memory_available", lambda: 100 * 1024 * 1024)
+    with (tmp_path / METADATA).open("wb") as file:
+        file.truncate(60 * 1024 * 1024)
+    began = time.process_time()
+    with pytest.raises(MetadataError, match=r"62914560 bytes.* 104857600 are available; at most 171798"):
+        read(tmp_path)
+    assert time.process_time() - began < 0.05
+    # Regular ones need less; only what the interpreter has to read is refused.
+    data = b"\x80\x04" + b"N0" * (10 * 1024 * 1024)
+    with pytest.raises(MetadataError, match=r"bytes; reading it takes up to \d+ of memory"):
+        parse(data)
 
 
 def test_a_missing_or_linked_file_is_metadata_error(tmp_path: Path) -> None:
@@ -455,3 +489,279 @@ def test_two_dimensional_shards_and_empty_ones_are_complete() -> None:
     storage = {MetadataIndex("w", torch.Size(o)): filesystem._StorageInfo(FILE, 0, 1) for o, _ in boxes}
     meta = Metadata({"w": tensor([4, 4], chunks)}, None, storage)
     assert reasons(meta, {FILE: 1}) == []
+
+
+# --- the regular stretches: the same answer, faster ---------------------------------------------------------
+
+
+def many(tensors: int, ranks: int, shape: tuple[int, ...] = (4, 3), *, nones: int = 0) -> Metadata:
+    """Tensors in row-wise shards as a save plans them, in an order of their own where they are stored."""
+    described: dict[str, Any] = {}
+    by_rank: list[list[MetadataIndex]] = [[] for _ in range(ranks)]
+    rows, *rest = shape
+    for number in range(tensors):
+        name, scale = f"model.layer.{number}.weight", 1000 ** (number % 6)
+        chunks = []
+        for rank in range(ranks):
+            offsets = torch.Size([rows * rank * scale, *(0 for _ in rest)])
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size([rows * scale, *rest])))
+            by_rank[rank].append(MetadataIndex(name, offsets, rank))
+        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        size = torch.Size([rows * ranks * scale, *rest])
+        described[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+    described |= {f"object.{number}": BytesStorageMetadata() for number in range(nones)}
+    by_rank[0] += [MetadataIndex(f"object.{number}") for number in range(nones)]
+    storage: dict[MetadataIndex, Any] = {}
+    for rank, indices in enumerate(by_rank):
+        path = f"__{rank}_0.distcp"
+        for at, index in enumerate(indices):
+            storage[index] = filesystem._StorageInfo(path, at * 70_000 ** (rank % 3), 70_000 ** (rank % 3))
+    meta = Metadata(described, {name: tuple(name.split(".")) for name in described}, storage)
+    meta.storage_meta = StorageMeta("/data/ckpt/step_00000120-3fa9c1d2")
+    return meta
+
+
+def plainly(meta: StoredMetadata) -> Any:
+    tensors = {name: (one.shape, one.dtype, list(one.chunks)) for name, one in meta.tensors.items()}
+    return list(tensors.items()), meta.objects, dict(meta.storage), meta.origin, meta.paths
+
+
+def read_both_ways(data: bytes) -> tuple[Any, Any]:
+    """What the interpreter alone says, and what is said with the regular stretches recognised."""
+    answers = []
+    for least in (1 << 60, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(metadatas, "REGULAR_FROM", least)
+            try:
+                meta = parse(data)
+                sizes = {"__0_0.distcp": 100, "__1_0.distcp": 0, "__9_0.distcp": 1}
+                told = sorted(map(str, completeness(meta, sizes)))
+                answers.append((plainly(meta), told))
+            except MetadataError as error:
+                answers.append(str(error))
+    return answers[0], answers[1]
+
+
+def whole_tensors(count: int, shape: list[int]) -> Metadata:
+    index = {n: MetadataIndex(f"t{n}", torch.Size([0] * len(shape)), 0) for n in range(count)}
+    return Metadata(
+        {f"t{n}": tensor(shape, [([0] * len(shape), shape)]) for n in range(count)},
+        {f"t{n}": (f"t{n}",) for n in range(count)},
+        {index[n]: filesystem._StorageInfo(FILE, n, 1) for n in range(count)},
+    )
+
+
+REGULAR = {
+    "row-wise shards": many(5, 40),
+    "of one dimension": many(4, 30, (7,)),
+    "of three and four": Metadata(
+        many(3, 20, (2, 3, 4)).state_dict_metadata, None, many(3, 20, (2, 3, 4)).storage_data
+    ),
+    "of six, with objects": many(2, 30, (1, 2, 3, 4, 5, 6), nones=20),
+    "whole tensors": many(1, 1),
+    "thousands": many(2, 1500),
+    "many whole tensors": whole_tensors(600, [3, 2]),
+    "whole tensors in many frames": whole_tensors(8000, [3, 2]),
+    "scalars": whole_tensors(80, []),
+}
+
+
+class Torch215(pickle.Pickler):
+    """Stores a tensor's properties as torch 2.15 does: with the strides, if there are any."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is TensorProperties and hasattr(value, "of"):
+            return copyreg.__newobj__, (TensorProperties,), (*value.__getstate__(), value.of)
+        return NotImplemented
+
+
+def pickled(meta: Metadata, protocol: int) -> bytes:
+    stream = io.BytesIO()
+    Torch215(stream, protocol).dump(meta)
+    return stream.getvalue()
+
+
+def with_strides(meta: Metadata) -> Metadata:
+    for number, entry in enumerate(meta.state_dict_metadata.values()):
+        of = (None, [], [7], [300, 1], [70_000, 300, 1], [9, 8, 7, 6])[number % 6]
+        entry.properties.of = None if of is None else tuple(of)  # one of its own
+    return meta
+
+
+REGULAR["of torch 2.15"] = with_strides(many(9, 20, (7, 1)))
+PICKLED = {(name, protocol): pickled(meta, protocol) for name, meta in REGULAR.items() for protocol in (4, 5)}
+
+
+@pytest.mark.parametrize(("name", "protocol"), list(PICKLED))
+def test_the_regular_stretches_are_read_as_the_interpreter_reads_them(name: str, protocol: int) -> None:
+    alone, with_them = read_both_ways(PICKLED[name, protocol])
+    assert alone == with_them
+    assert not isinstance(alone, str), alone
+    data = PICKLED[name, protocol]
+    if len(data) > metadatas.REGULAR_FROM and "six" not in name:
+        assert isinstance(parse(data).storage, StoredChunks)  # it was not the interpreter that read it
+    if name == "thousands":
+        assert all(isinstance(one.chunks, Chunks) for one in parse(data).tensors.values())
+
+
+MUTATED = [
+    pickle.dumps(many(3, 5), 4), pickled(with_strides(many(6, 3, (7, 1))), 4),
+    pickle.dumps(many(2, 4, (2, 3, 4)), 5), pickle.dumps(whole_tensors(12, []), 4),
+    pickle.dumps(whole_tensors(9, [3, 2]), 4),
+]  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_mutated_files_are_read_alike_both_ways(data: st.DataObject) -> None:
+    """Bytes changed, cut out, repeated, exchanged: the same value or the same refusal."""
+    whole = bytearray(data.draw(st.sampled_from(MUTATED)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(2, len(whole) - 1))
+        kind = data.draw(st.sampled_from(["byte", "cut", "twice", "opcode", "reference"]))
+        length = data.draw(st.integers(1, 120))
+        if kind == "byte":
+            whole[at] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del whole[at : at + length]
+        elif kind == "twice":
+            whole[at:at] = whole[at : at + length]
+        elif kind == "opcode":
+            whole[at:at] = data.draw(
+                st.sampled_from(
+                    [
+                        b"a",
+                        b"e",
+                        b"u",
+                        b"s",
+                        b"\x94",
+                        b"\x85",
+                        b"\x86",
+                        b"(",
+                        b"b",
+                        b"t",
+                        b"\x95" + bytes(8),
+                        b"N",
+                        b")",
+                        b"}",
+                        b"]",
+                    ]
+                )
+            )
+        elif (place := whole.find(b"h", at)) >= 0 and place + 1 < len(whole):
+            whole[place + 1] = data.draw(st.integers(0, 80))
+    alone, with_them = read_both_ways(bytes(whole))
+    assert alone == with_them
+
+
+def references_elsewhere(data: bytes, name: str) -> bytes:
+    """All that mean this text, but for the first, which spells it out, mean another."""
+    texts, known, last = {}, 0, None
+    changed = bytearray(data)
+    for opcode, argument, place in pickletools.genops(data):
+        if opcode.name == "MEMOIZE":
+            texts.setdefault(str(last), known)
+            known += 1
+        elif opcode.name in ("BINGET", "LONG_BINGET") and argument == texts.get(name):
+            other = texts["state_dict_metadata"]
+            width = 1 if opcode.name == "BINGET" else 4
+            changed[(place or 0) + 1 : (place or 0) + 1 + width] = other.to_bytes(width, "little")
+        last = argument
+    return bytes(changed)
+
+
+def reference_to_what_comes_later(data: bytes) -> bytes:
+    """The name of a chunk's storage is a text that is read only after it."""
+    texts: dict[str, int] = {}
+    known, found, last = 0, 0, None
+    for opcode, argument, place in pickletools.genops(data):
+        if opcode.name == "MEMOIZE":
+            texts.setdefault(str(last), known)
+            known += 1
+        elif opcode.name == "LONG_BINGET" and last == texts.get("fqn"):
+            found = place or 0
+        last = argument
+    assert found
+    return data[: found + 1] + texts["save_id"].to_bytes(4, "little") + data[found + 5 :]
+
+
+def altered(kind: str) -> bytes:
+    meta = many(3, 12)
+    second: Any = meta.state_dict_metadata["model.layer.1.weight"]
+    some = list(meta.storage_data)[20:23]
+    if kind == "another number of dimensions":
+        second.size = torch.Size([48_000])
+    elif kind == "stored twice":
+        object.__setattr__(some[0], "fqn", some[1].fqn)
+        object.__setattr__(some[0], "offset", torch.Size(list(some[1].offset)))
+    elif kind == "stored nowhere":
+        del meta.storage_data[some[1]]
+    elif kind == "outside":
+        second.chunks[5].sizes = torch.Size([4000, 4])
+    elif kind == "outside, of the same volume":
+        second.chunks[5].offsets, second.chunks[5].sizes = torch.Size([0, 3]), torch.Size([4000, 3])
+    elif kind == "an empty chunk outside":
+        second.chunks.insert(5, ChunkStorageMetadata(torch.Size([90_000, 0]), torch.Size([0, 3])))
+    elif kind == "a chunk missing":
+        del second.chunks[5]
+    elif kind == "overlap":
+        second.chunks[5].offsets = torch.Size([16_000, 0])
+        meta.storage_data[MetadataIndex("model.layer.1.weight", torch.Size([16_000, 0]))] = (
+            meta.storage_data.pop(MetadataIndex("model.layer.1.weight", torch.Size([20_000, 0])))
+        )
+    elif kind == "more elements than can be counted":
+        second.size = torch.Size([2**62, 3])
+        second.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2**62, 3])) for _ in range(4)]
+    elif kind == "two chunks in a dictionary":
+        meta.planner_data = {"x": [ChunkStorageMetadata(torch.Size([n]), torch.Size([1])) for n in range(2)]}
+    elif kind == "very many in one list":
+        meta = many(1, 12_000, (1,))
+    elif kind == "a later text":
+        meta = many(5, 12)  # so that there are long references to names
+    data = pickle.dumps(meta, 4)
+    if kind == "two chunks in a dictionary":
+        begin = data.index(b"\x8c\x01x\x94]\x94(")
+        end = data.index(b"es", begin)
+        data = (
+            data[:begin]
+            + b"(\x8c\x01x\x94\x94\x95"
+            + bytes(8)
+            + data[begin + 7 : end]
+            + b"u"
+            + data[end + 2 :]
+        )
+    elif kind == "very many in one list":
+        data = data.replace(b"ube(h", b"ubh")
+    elif kind == "a later text":
+        data = reference_to_what_comes_later(data)
+    elif kind.startswith("elsewhere: "):
+        data = references_elsewhere(data, kind.removeprefix("elsewhere: "))
+    elif kind == "out of the directory":
+        data = data.replace(b"__5_0.distcp", b"../_0.distcp")
+    elif kind.startswith("renamed: "):
+        name = kind.removeprefix("renamed: ").encode()
+        data = data.replace(
+            bytes([len(name)]) + name + b"\x94", bytes([len(name)]) + b"x" + name[1:] + b"\x94"
+        )
+    elif kind == "another class":
+        data = data.replace(b"ChunkStorageMetadata", b"BytesStorageMetadata")
+    return data
+
+
+FIELDS_OF_MANY = (
+    "offsets", "sizes", "fqn", "offset", "relative_path", "length", "properties", "size", "chunks",
+)  # fmt: skip
+KINDS = [
+    "another number of dimensions", "stored twice", "stored nowhere", "outside",
+    "outside, of the same volume", "an empty chunk outside", "a chunk missing", "overlap",
+    "more elements than can be counted", "two chunks in a dictionary", "very many in one list",
+    "a later text", "out of the directory", "another class",
+    *(f"{how}: {name}" for how in ("renamed", "elsewhere") for name in FIELDS_OF_MANY),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_wrong_with_a_regular_file_is_told_as_the_interpreter_tells_it(kind: str) -> None:
+    alone, with_them = read_both_ways(altered(kind))
+    assert alone == with_them
+    assert alone != read_both_ways(altered("not at all"))[0]

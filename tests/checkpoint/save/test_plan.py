@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,16 +19,34 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import holdfast
 from holdfast.checkpoint.format import fingerprint as fingerprints
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.format.layout import placeholder
 from holdfast.checkpoint.format.shards import ALIGNMENT, Frames, plain
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import plan as planning
+from holdfast.checkpoint.save import saver as saving
 from holdfast.checkpoint.save import snapshot as snapshots
-from holdfast.checkpoint.save.plan import Plan, SnapshotPlanner, find_sharings, make_plan, signature_of, term
+from holdfast.checkpoint.save.plan import (
+    Plan,
+    SnapshotPlanner,
+    find_sharings,
+    make_plan,
+    share_out,
+    signature_of,
+    term,
+)
 from holdfast.checkpoint.save.snapshot import Buffer, stage_from_host
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.record.group import Group
@@ -367,8 +387,8 @@ held_by_ranks = st.lists(
 
 
 def total(sharings: list[Any], held: Held) -> int:
-    mine = [[s for s in sharings if rank in s.ranks] for rank in range(len(held))]
-    return sum(term(mine[rank], rank, digests) for rank, digests in enumerate(held)) % (1 << 64)
+    mine = share_out(sharings, len(held))
+    return sum(term(mine[rank], digests) for rank, digests in enumerate(held)) % (1 << 64)
 
 
 @given(held_by_ranks)
@@ -518,3 +538,100 @@ def test_small_and_large_tensors_are_staged_alike(threads: int) -> None:
             stage_from_host(buffer, plan, tensors, known, threads)
     finally:
         buffer.close()
+
+
+# --- size ---------------------------------------------------------------------------------------------------
+
+
+def of_many(entries: int, world: int) -> list[SavePlan]:
+    """What so many ranks would send, each with a part of every entry: no rank runs."""
+    plans = []
+    for rank in range(world):
+        items = []
+        for number in range(entries):
+            offsets, properties = torch.Size([2 * rank, 0]), TensorProperties(torch.float32)
+            chunk = ChunkStorageMetadata(offsets, torch.Size([2, 3]))
+            data = TensorWriteData(chunk, properties, torch.Size([2 * world, 3]))
+            items.append(
+                WriteItem(MetadataIndex(f"w{number}", offsets), WriteItemType.SHARD, tensor_data=data)
+            )
+        own = f"holdfast.rank_{rank:05d}"
+        data = TensorWriteData(
+            ChunkStorageMetadata(torch.Size([0]), torch.Size([9])),
+            TensorProperties(torch.uint8),
+            torch.Size([9]),
+        )
+        items.append(WriteItem(MetadataIndex(own, torch.Size([0])), WriteItemType.TENSOR, tensor_data=data))
+        paths = {item.index.fqn: ("model", item.index.fqn) for item in items}
+        plans.append(SavePlan(items, storage_data={"shared": "x:1"}, planner_data=paths))
+    return plans
+
+
+def planned(entries: int, world: int) -> tuple[list[Any], Any, int]:
+    """What each rank is told, what rank 0 declares, and how many names DCP has looked up meanwhile."""
+    looked = 0
+
+    class Counting(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            nonlocal looked
+            looked += 1
+            return super().__getitem__(key)
+
+    plans = [
+        dataclasses.replace(plan, planner_data=Counting(plan.planner_data))
+        for plan in of_many(entries, world)
+    ]
+    planner = SnapshotPlanner({"model": {"x": torch.zeros(1)}}, 0, is_coordinator=True)
+    told, declared = planning._plan_for_all(planner, plans, Frames())
+    return told, declared, looked
+
+
+def test_a_rank_is_told_of_its_own_part_alone_however_many_there_are() -> None:
+    few, many = planned(20, 4), planned(20, 64)
+    for told, declared, _ in (few, many):
+        for rank, (plan, shares) in enumerate(told):
+            assert {item.index.fqn for item in plan.items} == {
+                *(f"w{number}" for number in range(20)), f"holdfast.rank_{rank:05d}"
+            }  # fmt: skip
+            assert plan.planner_data is None
+            assert [share.names for share in shares] == [("shared",)]
+        read = metadatas.parse(declared.metadata)
+        assert len(read.storage) == 21 * len(told)
+        assert len(read.paths) == 20 + len(told)
+        sizes = {file.path: file.size for files in declared.ranks for file in files}
+        assert metadatas.completeness(read, sizes) == []
+    largest = [max(len(pickle.dumps(one)) for one in told) for told, _, _ in (few, many)]
+    assert largest[1] < 1.05 * largest[0]
+    parts = [len(str(declared.ranks[-1])) for _, declared, _ in (few, many)]
+    assert parts[1] < 1.05 * parts[0]
+    assert len(many[1].metadata) < 1.1 * 16 * len(few[1].metadata)
+    # Looked up rank by rank, the names of 64 ranks would be 256 times those of 4.
+    assert many[2] <= 16 * max(1, few[2])
+
+
+def test_an_item_of_two_ranks_is_found_without_counting_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = of_many(3, 4)
+    metadata = Metadata({})
+    with pytest.raises(SaveFailedError, match=r"w0 at torch.Size\(\[0, 0\]\) would be stored twice"):
+        planning._check_all_is_laid_out(metadata, [plans[0], plans[1], plans[0]])
+
+
+@pytest.mark.parametrize(
+    ("where", "limit", "said"),
+    [
+        (manifests, "MAX_MANIFEST_BYTES", "the manifest would be"),
+        (metadatas, "MAX_METADATA_BYTES", "at most 1 are"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_before_anything_is_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, limit: str, said: str
+) -> None:
+    monkeypatch.setattr(where, limit, 1)
+    staged: list[Any] = []
+    monkeypatch.setattr(snapshots, "stage_from_host", lambda *args, **more: staged.append(args))
+    monkeypatch.setattr(saving, "write_shards", lambda *args, **more: staged.append(args))
+    with pytest.raises(SaveFailedError, match=said):
+        train(tmp_path / "run", until=4)
+    assert staged == []
+    assert checkpoints(tmp_path / "run") == []
+    assert list((tmp_path / "run" / "checkpoints").glob(".staging/*")) == []

@@ -8,6 +8,7 @@ and the checkpoint do not fit, which no other rung cures.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Collection, Sequence
@@ -98,14 +99,14 @@ def load(
     directory; the shards come from wherever they are.
     """
     try:
-        manifest, found = manifests.read(directory)
+        manifest, found, tables = manifests.read_lazily(directory)
     except ManifestError as error:
         raise CheckpointError(f"unreadable-manifest: {error}") from error
     if found != digest:
         raise CheckpointError(
             f"altered holdfast.json: its digest is {found}; {digest} was committed under this name"
         )
-    reader = VerifyingReader(directory, manifest, shards.open if shards is not None else None)
+    reader = VerifyingReader(directory, manifest, shards.open if shards is not None else None, tables)
     metadata = reader.read_metadata()
     notes: list[str] = []
     plain: list[str] = []
@@ -260,8 +261,11 @@ def _load_tensors(state: dict[str, Any], reader: StorageReader) -> None:
         reader.read_expected()
         return
     try:
-        with warnings.catch_warnings():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            if isinstance(reader, VerifyingReader):
+                stack.enter_context(reader.planning(rest))
             dcp_load(rest, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]

@@ -15,6 +15,8 @@ archive is opened once for all those that differ from it only in the tensor's ow
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import io
 import itertools
@@ -23,31 +25,39 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as Pending
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
-from holdfast.base import StorageInfo, narrow_tensor_by_index, read_regular
+from holdfast.base import compute_local_shape_and_global_offset, narrow_tensor_by_index, read_regular
 from holdfast.checkpoint.format import (
     METADATA,
     READ_SLICE,
     Chunk,
+    Chunks,
     Manifest,
+    ManifestError,
     MetadataError,
     OpenShard,
     ShardFile,
     ShardSource,
+    StorageEntry,
+    StoredChunks,
+    StoredMetadata,
+    as_torch,
     digest_bytes,
+    parse,
     plain,
-    unpickle,
 )
 from holdfast.checkpoint.format import fingerprint as fingerprints
+from holdfast.checkpoint.state import SplitTensor
 from holdfast.errors import CheckpointError
 
 IN_PLACE = 64 * 1024
@@ -79,23 +89,49 @@ class _Frame(NamedTuple):
     after: np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
+class _Chunks(dict[str, dict[Place, Chunk]]):
+    """What the manifest says of each file's chunks, looked up when the file is first read."""
+
+    def __init__(self, tables: Mapping[str, list[Chunk]]) -> None:
+        super().__init__()
+        self._tables = tables
+
+    def __missing__(self, path: str) -> dict[Place, Chunk]:
+        try:
+            found = {(chunk.offset, chunk.length): chunk for chunk in self._tables[path]}
+        except ManifestError as error:
+            raise CheckpointError(f"unreadable-manifest: {error}") from error
+        self[path] = found
+        return found
+
+
 class VerifyingReader(FileSystemReader):
     """Reads a checkpoint directory under its manifest."""
 
-    def __init__(self, directory: Path, manifest: Manifest, shards: OpenShard | None = None) -> None:
-        """`shards` opens shards that do not lie in the directory itself."""
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        shards: OpenShard | None = None,
+        tables: Mapping[str, list[Chunk]] | None = None,
+    ) -> None:
+        """`shards` opens a shard where it does not lie in the directory itself.
+
+        `tables`: the files' chunks, where the manifest was read without them.
+        """
         super().__init__(directory)
         self._directory = directory
         self._files = {entry.path: entry for entry in manifest.files}
-        self._chunks = {
-            entry.path: {(chunk.offset, chunk.length): chunk for chunk in entry.chunks}
-            for entry in manifest.files
-        }
+        self._tables = tables or {entry.path: entry.chunks for entry in manifest.files}
+        self._chunks = _Chunks(self._tables)
         self._open = shards or functools.partial(ShardFile, directory)
         self._read: dict[str, set[int]] = {}
         """Offsets verified so far, by file."""
+        self._stored: StoredMetadata | None = None
         self._metadata: Metadata | None = None
-        self._places: dict[str, StorageInfo] | None = None
+        self._planned: Metadata | None = None
+        """What DCP plans from at present, if that is not all."""
+        self._singles: Mapping[str, StorageEntry] | None = None
         self._wholes: dict[str, dict[Place, Whole]] = {}
         """Expected, and not read yet; by file."""
         self._frames: dict[Form, _Frame | None] = {}
@@ -106,54 +142,92 @@ class VerifyingReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         del args, kwargs
         if self._metadata is None:
+            try:
+                self._metadata = as_torch(self._read_stored())
+            except MetadataError as error:
+                raise CheckpointError(f"malformed {METADATA}: {error}") from error
+        return self._planned or self._metadata
+
+    def _read_stored(self) -> StoredMetadata:
+        """What `.metadata` says, kept in arrays: it may be of millions of chunks, of which few are read."""
+        if self._stored is None:
             entry = self._files[METADATA]
             data = read_regular(self._directory / METADATA, entry.size)
             found = digest_bytes(data)
             if found != entry.digest:
                 raise CheckpointError(f"altered {METADATA}: expected {entry.digest}, found {found}")
             try:
-                self._metadata = unpickle(data)
+                self._stored = parse(data)
             except MetadataError as error:
                 raise CheckpointError(f"malformed {METADATA}: {error}") from error
-        return self._metadata
+        return self._stored
 
     def expect(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Let the next `read_data` also fill those of these that are stored whole; returns the others.
 
         The names, shapes and dtypes are known to fit what is stored (`check_strict`).
         """
-        stored, storage = self.read_metadata(), self._storage()
+        stored, singles = self._read_stored(), self._stored_once()
         rest: dict[str, torch.Tensor] = {}
         for name, tensor in wanted.items():
-            entry, info = stored.state_dict_metadata.get(name), storage.get(name)
+            entry, info = stored.tensors.get(name), singles.get(name)
             if (
                 info is None
                 or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-                or not isinstance(entry, TensorStorageMetadata)
+                or entry is None
                 or len(entry.chunks) != 1
-                or entry.chunks[0].sizes != entry.size
-                or entry.size != tensor.shape
-                or entry.properties.dtype != tensor.dtype
+                or entry.chunks[0][1] != entry.shape
+                or entry.shape != tensor.shape
+                or entry.dtype != _name_of(tensor.dtype)
                 or tensor.layout is not torch.strided
             ):
                 rest[name] = tensor
                 continue
-            places = self._wholes.setdefault(info.relative_path, {})
+            places = self._wholes.setdefault(info.path, {})
             place = info.offset, info.length
             if place in places:
                 rest[name] = tensor
                 continue
             target = tensor.detach()
-            form = entry.properties.dtype, tuple(entry.size), info.length
+            form = tensor.dtype, entry.shape, info.length
             places[place] = Whole(name, place, form, target)
         return rest
 
-    def _storage(self) -> dict[str, StorageInfo]:
-        """Where the items lie, by name; for a tensor in several parts, where one of them lies."""
-        metadata = self.read_metadata()
-        if self._places is None:
-            self._places = {index.fqn: info for index, info in (metadata.storage_data or {}).items()}
-        return self._places
+    def _stored_once(self) -> Mapping[str, StorageEntry]:
+        """Where items lie whose name has one place only; of the others, it may be that of a part."""
+        if self._singles is None:
+            storage = self._read_stored().storage
+            self._singles = (
+                storage.singles()
+                if isinstance(storage, StoredChunks)
+                else {name: entry for (name, _), entry in storage.items()}
+            )
+        return self._singles
+
+    @contextlib.contextmanager
+    def planning(self, wanted: Mapping[str, Any]) -> Iterator[None]:
+        """DCP sees these entries alone, and of a sharded one only chunks of this rank's own part.
+
+        It compares each part that is wanted with each chunk that is stored.
+        """
+        whole = self.read_metadata()
+        entries = {
+            name: whole.state_dict_metadata[name] for name in wanted if name in whole.state_dict_metadata
+        }
+        for name, value in wanted.items():
+            tensor, own = self._read_stored().tensors.get(name), _own_part(value)
+            if tensor is not None and own is not None and isinstance(tensor.chunks, Chunks):
+                chunks = [
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                    for offsets, sizes in tensor.chunks.within(*own)
+                ]
+                entry = cast("TensorStorageMetadata", entries[name])
+                entries[name] = dataclasses.replace(entry, chunks=chunks)
+        self._planned = dataclasses.replace(whole, state_dict_metadata=entries)
+        try:
+            yield
+        finally:
+            self._planned = None
 
     def read_expected(self) -> None:
         """Read what `expect` took on, when there is nothing else to read."""
@@ -187,7 +261,7 @@ class VerifyingReader(FileSystemReader):
         """Verify the chunks of these files that loading did not need."""
         for path in paths:
             done = self._read.get(path, set())
-            left = [(c.offset, c.length) for c in self._files[path].chunks if c.offset not in done]
+            left = [(c.offset, c.length) for c in self._chunks[path].values() if c.offset not in done]
             if left:
                 for _ in self._verified(path, left):
                     pass
@@ -361,13 +435,35 @@ class VerifyingReader(FileSystemReader):
 
     def _form(self, item: ReadItem, length: int) -> Form | None:
         """What `.metadata` says of an item; None if nothing."""
-        assert self._metadata is not None
-        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        if not isinstance(entry, TensorStorageMetadata):
+        entry = self._read_stored().tensors.get(item.storage_index.fqn)
+        if entry is None:
             return None
-        offsets = item.storage_index.offset
-        sizes = next((c.sizes for c in entry.chunks if offsets is None or c.offsets == offsets), None)
-        return None if sizes is None else (entry.properties.dtype, tuple(sizes), length)
+        offsets, chunks = item.storage_index.offset, entry.chunks
+        if offsets is None:
+            sizes = chunks[0][1] if chunks else None
+        elif isinstance(chunks, Chunks):
+            sizes = chunks.sizes_at(tuple(offsets))
+        else:
+            sizes = next((size for begin, size in chunks if begin == tuple(offsets)), None)
+        return None if sizes is None else (getattr(torch, entry.dtype), sizes, length)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    """As `.metadata` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _own_part(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(offsets, sizes) of what this rank holds of a tensor, where that is known to be one box."""
+    if isinstance(value, SplitTensor):
+        return tuple(value.offsets), tuple(value.local.size())
+    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
+        return None
+    if not all(type(placement) in (Shard, Replicate) for placement in value.placements):
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(offsets), tuple(sizes)
 
 
 def runs(places: Iterable[Place]) -> Iterator[list[Place]]:

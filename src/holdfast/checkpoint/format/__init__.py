@@ -78,13 +78,16 @@ if TYPE_CHECKING:
         saver_of,
     )
     from holdfast.checkpoint.format.metadata import (
+        Chunks,
         MetadataError,
         Offsets,
         StorageEntry,
         StorageKey,
+        StoredChunks,
         StoredMetadata,
+        as_torch,
+        parse,
         show_key,
-        unpickle,
     )
     from holdfast.checkpoint.format.shards import ArchiveFrame, Frames, check_size, plain, write_shards
     from holdfast.checkpoint.format.structure import (

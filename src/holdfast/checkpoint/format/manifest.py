@@ -13,9 +13,10 @@ Reading a manifest trusts nothing: size, encoding, types, ranges and every path 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -158,8 +159,32 @@ class CheckpointRoot:
 FORMAT = 1
 UNDERSTOOD: frozenset[str] = frozenset({"holdfast_gradients", "holdfast_nested"})
 """Names a manifest may list in `needs` that this release understands."""
-MAX_MANIFEST_BYTES = 256 * 1024 * 1024
+MAX_MANIFEST_BYTES = 16 << 30
+"""As for `.metadata`: 54 million chunks of about 90 bytes, as saves write them, are 5 GB."""
+MAX_REST_BYTES = 256 * 1024 * 1024
+"""Of all but the list of files; it may hold values of any kind."""
+TIMES_DECODED = 6
+"""What decoding takes in memory, as a multiple of the size: measured 4.7, of the shortest chunks 5.3."""
+ALWAYS_ROOM = 16 * 1024 * 1024
+"""So much is read without a look at the memory."""
 
+
+def lacks_room(size: int, times: int) -> str:
+    """Why something of this size cannot be read here, if that takes `times` its memory; empty if it can."""
+    if size <= ALWAYS_ROOM:
+        return ""
+    from holdfast.health import cgroup_memory
+    from holdfast.process import proc
+
+    available = proc.memory_available()
+    if (limit := cgroup_memory()) is not None:
+        available = min(available, max(0, limit.limit - limit.used))
+    if size * times <= available:
+        return ""
+    return f"it has {size} bytes; reading it takes up to {size * times} of memory, {available} are available"
+
+
+T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Id = Annotated[str, msgspec.Meta(pattern=f"^{ID}$")]
@@ -287,6 +312,7 @@ class _Header(msgspec.Struct, frozen=True):
     """The only fields read before the format is known to be understood."""
 
     format: int
+    files: msgspec.Raw = msgspec.Raw(b"[]")
     needs: list[str] = []
 
 
@@ -299,44 +325,116 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
     body = msgspec.json.encode(manifest)
     digest = digest_bytes(body)
     data = b'{"digest":"%b","body":%b}\n' % (digest.encode(), body)
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(
-            f"the manifest would be {len(data)} bytes; at most {MAX_MANIFEST_BYTES} can be read back"
-        )
+    check_within_limit(len(data))
     return data, digest
 
 
+def check_within_limit(size: int) -> None:
+    """Whether a manifest of this size could be read back; asked when a save is planned, too."""
+    if size > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"the manifest would be {size} bytes; at most {MAX_MANIFEST_BYTES} can be read back"
+        )
+
+
+CHUNK_ROOM = 2 * 14 + 32 + 80 + 12
+"""Bytes that a chunk takes in a manifest, at most: two numbers, digest, fingerprint, what is around them."""
+FILE_ROOM = 512
+
+
+def check_planned(chunks: int, files: int) -> None:
+    """Whether the manifest of so many chunks in so many files could be read back."""
+    check_within_limit(chunks * CHUNK_ROOM + files * FILE_ROOM + MAX_REST_BYTES)
+
+
 def decode(data: bytes) -> tuple[Manifest, str]:
-    """Parse and check a manifest; returns it and its digest."""
+    """Parse and check a manifest; its digest."""
+    body, digest = _opened(data)
+    manifest = _parsed(body, Manifest)
+    _check_paths(manifest.files)
+    for entry in manifest.files:
+        _check_chunks(entry.path, entry.size, entry.chunks)
+    return manifest, digest
+
+
+def _opened(data: bytes) -> tuple[memoryview, str]:
+    """The body, which is what its digest says, and of a format that this release understands."""
     if not data.endswith(b"}\n"):
         raise ManifestError("it ends too early or is garbled")
+    envelope = _parsed(data, _Envelope)
+    body = memoryview(envelope.body)
+    if digest_bytes(body) != envelope.digest:
+        raise ManifestError("its contents do not match its own digest")
+    header = _parsed(body, _Header)
+    if header.format > FORMAT:
+        raise ManifestError(f"it has format {header.format}; this release reads up to {FORMAT}")
+    unknown = sorted(set(header.needs) - UNDERSTOOD)
+    if unknown:
+        raise ManifestError(f"it needs {', '.join(unknown)}, which this release does not have")
+    if len(body) - len(memoryview(header.files)) > MAX_REST_BYTES:
+        raise ManifestError(f"it has more than {MAX_REST_BYTES} bytes beside its list of files")
+    return body, envelope.digest
+
+
+def _parsed(data: bytes | memoryview, kind: type[T]) -> T:
     try:
-        envelope = msgspec.json.decode(data, type=_Envelope)
-        body = bytes(envelope.body)
-        if digest_bytes(body) != envelope.digest:
-            raise ManifestError("its contents do not match its own digest")
-        header = msgspec.json.decode(body, type=_Header)
-        if header.format > FORMAT:
-            raise ManifestError(f"it has format {header.format}; this release reads up to {FORMAT}")
-        unknown = sorted(set(header.needs) - UNDERSTOOD)
-        if unknown:
-            raise ManifestError(f"it needs {', '.join(unknown)}, which this release does not have")
-        manifest = msgspec.json.decode(body, type=Manifest)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ManifestError(f"it cannot be parsed: {error}") from error
-    _check_paths(manifest)
-    return manifest, envelope.digest
 
 
 def read(directory: Path) -> tuple[Manifest, str]:
     """Read `holdfast.json` of a checkpoint directory."""
+    return decode(_read(directory))
+
+
+def read_lazily(directory: Path) -> tuple[Manifest, str, ChunkTables]:
+    """The same for who needs the chunks of few files: they are not in the manifest but in the tables."""
+    body, digest = _opened(_read(directory))
+    found = _parsed(body, _Undecoded)
+    _check_paths(found.files)
+    files = [FileEntry(path=entry.path, size=entry.size, digest=entry.digest) for entry in found.files]
+    fields = {name: getattr(found, name) for name in Manifest.__struct_fields__}
+    return Manifest(**{**fields, "files": files}), digest, ChunkTables(found.files)
+
+
+def _read(directory: Path) -> bytes:
+    path = directory / MANIFEST
     try:
-        data = read_regular(directory / MANIFEST, MAX_MANIFEST_BYTES)
+        if why := lacks_room(min(path.lstat().st_size, MAX_MANIFEST_BYTES), TIMES_DECODED):
+            raise ManifestError(f"{why}; at most {MAX_MANIFEST_BYTES} are read on any")
+        return read_regular(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError as error:
         raise ManifestError("there is no holdfast.json") from error
     except OSError as error:
         raise ManifestError(f"it cannot be read: {error.strerror or error}") from error
-    return decode(data)
+
+
+class _UndecodedFile(FileEntry, frozen=True, kw_only=True):
+    chunks: msgspec.Raw = msgspec.Raw(b"[]")  # type: ignore[assignment]
+
+
+class _Undecoded(Manifest, frozen=True, kw_only=True):
+    files: list[_UndecodedFile]  # type: ignore[assignment]
+
+
+class ChunkTables(Mapping[str, list[Chunk]]):
+    """The chunks of a manifest's files; each file's are decoded and checked when they are asked for."""
+
+    def __init__(self, files: list[_UndecodedFile]) -> None:
+        self._files = {entry.path: entry for entry in files}
+
+    def __getitem__(self, path: str) -> list[Chunk]:
+        entry = self._files[path]
+        chunks = _parsed(memoryview(entry.chunks), list[Chunk])
+        _check_chunks(path, entry.size, chunks)
+        return chunks
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
@@ -353,20 +451,21 @@ def is_safe_path(path: str) -> bool:
     )
 
 
-def _check_paths(manifest: Manifest) -> None:
+def _check_paths(files: Sequence[FileEntry]) -> None:
     seen: set[str] = set()
-    for entry in manifest.files:
+    for entry in files:
         if not is_safe_path(entry.path) or entry.path == MANIFEST:
             raise ManifestError(f"it lists the path {entry.path[:200]!r}, which is not allowed")
         if entry.path in seen:
             raise ManifestError(f"it lists {entry.path!r} twice")
         seen.add(entry.path)
-        end = 0
-        for chunk in entry.chunks:
-            if chunk.offset < end or chunk.offset + chunk.length > entry.size:
-                raise ManifestError(
-                    f"a chunk of {entry.path!r} lies outside the file or overlaps another chunk"
-                )
-            end = chunk.offset + chunk.length
     if METADATA not in seen:
         raise ManifestError("it does not list .metadata")
+
+
+def _check_chunks(path: str, size: int, chunks: Sequence[Chunk]) -> None:
+    end = 0
+    for chunk in chunks:
+        if chunk.offset < end or chunk.offset + chunk.length > size:
+            raise ManifestError(f"a chunk of {path!r} lies outside the file or over another chunk")
+        end = chunk.offset + chunk.length

@@ -455,8 +455,24 @@ class LocalCommitter:
                 return manifest
         return None
 
-    def seal(self, plan: UsePlan, manifest: Manifest, name: CheckpointName, wait: Wait) -> Manifest:
-        """For rank 0: once all parts are there and are what was declared, put it on the lineage."""
+    def sealed_for_own(self, name: CheckpointName) -> tuple[Manifest, str] | None:
+        """The same for any other rank, with the digest: of no file but its own the chunks are looked at."""
+        with contextlib.suppress(manifests.ManifestError):
+            manifest, digest, tables = manifests.read_lazily(self.folder(name))
+            if (manifest.step, manifest.id) == name:
+                files = [
+                    msgspec.structs.replace(file, chunks=tables[file.path])
+                    if saver_of(file.path) == self._start.rank
+                    else file
+                    for file in manifest.files
+                ]
+                return msgspec.structs.replace(manifest, files=files), digest
+        return None
+
+    def seal(
+        self, plan: UsePlan, manifest: Manifest, name: CheckpointName, wait: Wait
+    ) -> tuple[Manifest, str]:
+        """For rank 0: all parts are there, and are what was declared. The checkpoint is on the lineage."""
         sealed = self.sealed(name)
         if sealed is None:
             assert plan.declared is not None
@@ -466,21 +482,25 @@ class LocalCommitter:
             entry = FileEntry(path=METADATA, size=len(metadata), digest=manifests.digest_bytes(metadata))
             files = [*(file for part in parts for file in part), entry]
             sealed = msgspec.structs.replace(manifest, files=files)
-            local_manifest.seal(self._control, name, sealed, metadata, self.where)
+            digest = local_manifest.seal(self._control, name, sealed, metadata, self.where)
+        else:
+            digest = manifests.encode(sealed)[1]
         record = CommitRecord(
             id=name.id,
             step=name.step,
             parent=sealed.parent,
             attempt=sealed.attempt,
-            manifest=manifests.encode(sealed)[1],
+            manifest=digest,
             created=sealed.created,
             tied=manifests.tied_words(sealed.world.tied),
         )
         with self._fence.guard(f"commit {name} in the local tier"):
             record_commit(self._control, self._fence, record)
-        return sealed
+        return sealed, digest
 
-    def commit(self, job: Job, plan: UsePlan, manifest: Manifest, files: list[FileEntry]) -> LocalCommit:
+    def commit(
+        self, job: Job, plan: UsePlan, manifest: Manifest, digest: str, files: list[FileEntry]
+    ) -> LocalCommit:
         """This rank's copy counts from now on."""
         name = job.save.name
         listed = {file.path: file for file in manifest.files}
@@ -493,7 +513,7 @@ class LocalCommitter:
         starts = {shard.path: shard.start for shard in plan.layout.shards}
         record = CopyRecord(
             checkpoint=str(name),
-            manifest=manifests.encode(manifest)[1],
+            manifest=digest,
             rank=self._start.rank,
             image=job.image,
             files=[CopyFile(file.path, starts[file.path], file.size, file.digest) for file in files],

@@ -33,19 +33,24 @@ from torch.distributed.tensor import DTensor
 from holdfast.base import StorageInfo, create_write_items, flatten_state_dict, is_traceable_wrapper_subclass
 from holdfast.checkpoint.format import (
     FAILURES,
+    METADATA,
     ArchiveFrame,
     Declared,
     Frames,
     Item,
     Layout,
+    ManifestError,
+    MetadataError,
     PartEntry,
     about,
+    as_torch,
     check_placeholder,
     cut,
     describe,
     naming,
     placeholder,
 )
+from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.state import OWN, SplitTensor, split_name
 from holdfast.errors import SaveFailedError
@@ -81,19 +86,31 @@ def find_sharings(digests: Sequence[Mapping[str, str]]) -> list[Sharing]:
     return [Sharing(ranks, tuple(names)) for ranks, names in by_ranks.items()]
 
 
-def term(sharings: Sequence[Sharing], rank: int, digests: Mapping[str, str]) -> int:
-    """What this rank adds to the sum; all terms add up to 0 modulo 2^64 if the ranks still hold the same."""
-    total = 0
+class Share(msgspec.Struct, frozen=True):
+    """One rank's part in a sharing: all that it has to know of it, however many ranks share."""
+
+    names: tuple[str, ...]
+    coefficient: int
+
+
+def share_out(sharings: Sequence[Sharing], world: int) -> list[list[Share]]:
+    """Pure: every rank's parts. The coefficients of a sharing add up to nothing."""
+    shares: list[list[Share]] = [[] for _ in range(world)]
     for sharing in sharings:
-        contents = xxhash.xxh3_64_intdigest("".join(digests[name] for name in sharing.names).encode())
-        total += _coefficient(sharing.ranks, rank) * contents
+        *others, last = sharing.ranks
+        for rank in others:
+            shares[rank].append(Share(sharing.names, _odd(rank)))
+        shares[last].append(Share(sharing.names, -sum(map(_odd, others)) % (1 << 64)))
+    return shares
+
+
+def term(shares: Sequence[Share], digests: Mapping[str, str]) -> int:
+    """What this rank adds to the sum; all terms add up to 0 modulo 2^64 if ranks still hold the same."""
+    total = 0
+    for share in shares:
+        contents = xxhash.xxh3_64_intdigest("".join(digests[name] for name in share.names).encode())
+        total += share.coefficient * contents
     return total % (1 << 64)
-
-
-def _coefficient(ranks: tuple[int, ...], rank: int) -> int:
-    if rank != ranks[-1]:
-        return _odd(rank)
-    return -sum(_odd(other) for other in ranks[:-1])
 
 
 def _odd(rank: int) -> int:
@@ -159,7 +176,14 @@ class SnapshotPlanner(DefaultSavePlanner):
                 _store_own(plan, differing.get(rank, frozenset()), own_prefix(rank))
                 for rank, plan in enumerate(all_plans)
             ]
-        return super().create_global_plan(all_plans)
+        # DCP looks each name up in one rank's paths after the other's until it finds it.
+        paths = {name: path for plan in reversed(all_plans) for name, path in plan.planner_data.items()}
+        return super().create_global_plan(
+            [
+                dataclasses.replace(plan, planner_data={} if rank else paths)
+                for rank, plan in enumerate(all_plans)
+            ]
+        )
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return super().lookup_object(dataclasses.replace(index, fqn=index.fqn.removeprefix(self._prefix)))
@@ -320,8 +344,8 @@ class Plan:
     items: list[WriteItem]
     frames: list[ArchiveFrame]
     layout: Layout
-    sharings: list[Sharing]
-    """Those that this rank has a part in."""
+    shares: list[Share]
+    """What this rank holds alike with others."""
     declared: Declared | None
     """Only on rank 0."""
     facts: PlanFacts = field(default_factory=PlanFacts)
@@ -395,9 +419,7 @@ def structure_of(planner: SnapshotPlanner) -> str:
 def metadata_of(planner: SnapshotPlanner, plan: Plan) -> Metadata:
     """What `.metadata` says of the state: on rank 0 all of it, elsewhere what this rank has a part in."""
     if plan.declared is not None:
-        found = pickle.loads(plan.declared.metadata)
-        assert isinstance(found, Metadata)
-        return found
+        return as_torch(metadatas.parse(plan.declared.metadata))
     return Metadata(
         {
             name: TensorStorageMetadata(_properties(value), value.size(), [])
@@ -468,10 +490,10 @@ def make_plan(
     reply = scatter(group, replies)
     if isinstance(reply, str):
         raise SaveFailedError(reply)
-    mine, sharings = pickle.loads(reply)
+    mine, shares = pickle.loads(reply)
     items = planner.finish_plan(mine).items
     layout, used = lay_out(items, group.rank, frames)
-    return Plan(number, signature, items, used, layout, sharings, declared, found)
+    return Plan(number, signature, items, used, layout, shares, declared, found)
 
 
 def _require(plan: bytes | str) -> tuple[SavePlan, RankFacts]:
@@ -482,11 +504,22 @@ def _require(plan: bytes | str) -> tuple[SavePlan, RankFacts]:
 
 def _plan_for_all(
     planner: SnapshotPlanner, plans: list[SavePlan], frames: Frames
-) -> tuple[list[tuple[SavePlan, list[Sharing]]], Declared]:
+) -> tuple[list[tuple[SavePlan, list[Share]]], Declared]:
+    """What each rank is told, which is its own part alone, and what only rank 0 keeps.
+
+    Its time and memory are proportional to the number of items. What could not be read back is refused here,
+    before anything is staged.
+    """
     sharings = find_sharings([plan.storage_data for plan in plans]) if len(plans) > 1 else []
     final, metadata = planner.create_global_plan(plans)
     layouts = [lay_out(plan.items, rank, frames)[0] for rank, plan in enumerate(final)]
     _check_all_is_laid_out(metadata, final)
+    try:
+        manifests.check_planned(
+            sum(len(plan.items) for plan in final), sum(len(layout.shards) for layout in layouts)
+        )
+    except ManifestError as error:
+        raise SaveFailedError(f"this state cannot be saved: {error}") from error
     metadata.storage_data = {
         item.index: StorageInfo(shard.path, place.offset - shard.start, place.length)
         for plan, layout in zip(final, layouts, strict=True)
@@ -497,10 +530,15 @@ def _plan_for_all(
     metadata.storage_meta = StorageMeta(checkpoint_id=placeholder())
     data = pickle.dumps(metadata)
     check_placeholder(data)
-    metadatas.parse(data)  # what our own reader would refuse on resume must fail now
+    try:
+        metadatas.parse(data)  # what our own reader would refuse at a resume must fail now
+    except MetadataError as error:
+        raise SaveFailedError(
+            f"this state cannot be saved: its {METADATA} could not be read: {error}"
+        ) from error
     declared = Declared([layout.declared() for layout in layouts], data)
-    replies = [(plan, [s for s in sharings if rank in s.ranks]) for rank, plan in enumerate(final)]
-    return replies, declared
+    told = [dataclasses.replace(plan, planner_data=None) for plan in final]
+    return list(zip(told, share_out(sharings, len(plans)), strict=True)), declared
 
 
 def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layout, list[ArchiveFrame]]:
@@ -520,11 +558,12 @@ def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layo
 
 def _check_all_is_laid_out(metadata: Metadata, plans: Sequence[SavePlan]) -> None:
     """Everything that `.metadata` declares is stored by exactly one rank."""
-    stored = [item.index for plan in plans for item in plan.items]
-    found = {MetadataIndex(index.fqn, index.offset) for index in stored}
-    if len(found) != len(stored):
-        twice = next(index for index in stored if stored.count(index) > 1)
-        raise SaveFailedError(f"{twice.fqn} at {twice.offset} would be stored twice")
+    found: set[MetadataIndex] = set()
+    for plan in plans:
+        for item in plan.items:
+            if item.index in found:
+                raise SaveFailedError(f"{item.index.fqn} at {item.index.offset} would be stored twice")
+            found.add(item.index)
     for name, entry in metadata.state_dict_metadata.items():
         offsets = [c.offsets for c in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
         for offset in offsets:

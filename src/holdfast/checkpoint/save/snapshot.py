@@ -241,7 +241,7 @@ class Snapshotter:
                 plan = self._plan
                 replan = plan is None or plan.signature != collected.signature or self._has_more()
                 if plan is not None and not replan:
-                    content = term(plan.sharings, self._group.rank, collected.digests)
+                    content = term(plan.shares, collected.digests)
                     tensors = _tensors(collected.planner, plan)
             except FAILURES as caught:
                 error = caught

@@ -344,19 +344,19 @@ class Writer:
                 def wait(rank: int) -> None:
                     self._exchange.await_part(rank, job, folder)
 
-                sealed = local.seal(plan, manifest, name, wait)
+                sealed, digest = local.seal(plan, manifest, name, wait)
             else:
-                sealed = self._await_seal(local, job)
-            committed = local.commit(job, plan, sealed, files)
+                sealed, digest = self._await_seal(local, job)
+            committed = local.commit(job, plan, sealed, digest, files)
         self._parent = name.id
         return committed
 
-    def _await_seal(self, local: LocalCommitter, job: Job) -> Manifest:
+    def _await_seal(self, local: LocalCommitter, job: Job) -> tuple[Manifest, str]:
         name = job.save.name
         while True:
             why = self._exchange.given_up(0, job)
             # In this order: rank 0 may have sealed it, and then given up a later save.
-            sealed = local.sealed(name)
+            sealed = local.sealed_for_own(name)
             if sealed is not None:
                 return sealed
             if why:
