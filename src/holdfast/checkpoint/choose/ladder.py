@@ -438,10 +438,11 @@ def _with_origin(ladder: Ladder, timeline: Timeline, control: ControlDirectory) 
 def _with_plain(ladder: Ladder, root: CheckpointRoot) -> Ladder:
     """Before its first attempt a run finds checkpoints in its root that nobody has a record of: to begin anew
     beside them may be meant, or may throw away what was trained; somebody must say which."""
-    there = [path for path in directories(root.path) if is_checkpoint(path)] if root.path.is_dir() else []
+    found = directories(root.path) if root.path.is_dir() else []
+    there = [path for path in found if path.is_dir() and is_checkpoint(path)]
     why = "no run has a record of it: name it with checkpoint.resume_from to go on from it, or say 'fresh'"
-    found = [RejectedOption(escaped(path.name), [why]) for path in there[:NAMED_OWNERS]]
-    return Ladder(ladder.rungs, [*ladder.rejected, *found], not found)
+    rejected = [RejectedOption(escaped(path.name), [why]) for path in there[:NAMED_OWNERS]]
+    return Ladder(ladder.rungs, [*ladder.rejected, *rejected], not rejected)
 
 
 def _refused(rung: Rung, control: ControlDirectory) -> str:

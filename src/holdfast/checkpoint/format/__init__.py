@@ -79,10 +79,15 @@ if TYPE_CHECKING:
     )
     from holdfast.checkpoint.format.metadata import (
         MetadataError,
+        Name,
         Offsets,
+        PickleRefusedError,
+        Record,
         StorageEntry,
         StorageKey,
         StoredMetadata,
+        Vocabulary,
+        read_pickle,
         show_key,
         unpickle,
     )

@@ -1,0 +1,551 @@
+"""What a checkpoint of another project holds, as parts: weights, optimizers, schedules, generators, the rest.
+
+Guarantee: reads only, unpickles nothing, needs no torch, and says where every tensor's bytes lie without
+reading them. What a layout keeps for each rank apart (`of_ranks`) is told as such, so that nobody takes one
+rank's for another's. What cannot be read becomes a `ForeignError` that names the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.base import escaped
+from holdfast.checkpoint.foreign.archive import Archive, ArchiveError, StoredTensor, read_archive
+from holdfast.checkpoint.foreign.recognition import (
+    WEIGHTS,
+    Layout,
+    Recognised,
+    rank_files,
+    read_json,
+)
+from holdfast.checkpoint.foreign.tensor_files import TensorFileError, merged, read_index, read_tensor_file
+from holdfast.checkpoint.format import METADATA, MetadataError, Name, Offsets, Record, StoredMetadata
+from holdfast.checkpoint.format import metadata as metadatas
+
+MODEL, OPTIMIZER, SCHEDULE, SCALER, RNG, DATA = (
+    "model",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "rng",
+    "dataloader",
+)
+"""What parts are called here, whatever a layout calls them."""
+_ALIASES = {
+    MODEL: ("model", "state_dict", "model_state_dict", "module", "net", "weights"),
+    OPTIMIZER: ("optimizer", "optimizer_state_dict", "optim", "optimizer_states"),
+    SCHEDULE: ("scheduler", "lr_scheduler", "schedule", "scheduler_state_dict", "lr_scheduler_state_dict"),
+    SCALER: ("scaler", "grad_scaler", "scaler_state_dict"),
+    RNG: ("rng", "rng_state", "rng_states", "torch_rng_state", "random_state"),
+    DATA: ("dataloader", "data", "sampler", "loader"),
+}
+_STEPS = ("global_step", "step", "iteration", "global_steps", "steps")
+_NUMBERED = re.compile(r"optimizer\.state\.(\w+?)\.(.+)")
+
+
+class ForeignError(Exception):
+    """Something of a checkpoint cannot be read; the message says which file, and why."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+        self.why = why
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, and where its values lie."""
+
+    offsets: Offsets
+    sizes: Offsets
+    file: Path
+    start: int
+    stride: tuple[int, ...] | None
+    """Of its values from `start` on; None: an item of DCP, an archive of this one tensor, begins there."""
+    length: int = 0
+    """Of such an item."""
+
+
+class Entry(NamedTuple):
+    """A stored tensor."""
+
+    shape: Offsets
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass
+class Part:
+    """One part: of a model its tensors by name, of anything else a tree whose leaves may be tensors."""
+
+    kind: str
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    tree: Any = None
+    of_ranks: int = 0
+    """How many ranks have one of their own; 0: it is the same for all."""
+    beside: dict[str, Entry] = field(default_factory=dict)
+    """Of an optimizer: tensors that have no place in it by any rule that is known here."""
+
+
+@dataclass
+class Contents:
+    recognised: Recognised
+    step: int = 0
+    world: int | None = None
+    """How many ranks saved it, where that can be known."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def entry_of(tensor: StoredTensor) -> Entry:
+    whole = Piece((0,) * len(tensor.shape), tensor.shape, tensor.file, tensor.start, tensor.stride)
+    return Entry(tensor.shape, tensor.dtype, (whole,))
+
+
+def read_contents(recognised: Recognised, rank: int = 0) -> Contents:
+    """What is in a checkpoint. `rank`: whose part, of what each rank keeps of its own."""
+    reader = {
+        Layout.DCP: _dcp,
+        Layout.TORCHTITAN: _torchtitan,
+        Layout.KEMPNER_FORGE: _kempner,
+        Layout.MEGATRON: _megatron,
+        Layout.HF_MODEL: _hf_model,
+        Layout.HF_TRAINER: _hf_trainer,
+        Layout.LIGHTNING: _torch_file,
+        Layout.TORCH_FILE: _torch_file,
+    }.get(recognised.layout)
+    found = Contents(recognised, recognised.step or 0)
+    if reader is None:
+        _megatron_local(found, rank)
+    elif recognised.layout is Layout.HF_TRAINER:
+        _hf_trainer(found, rank)
+    else:
+        reader(found)
+    return found
+
+
+def step_within(path: Path) -> int | None:
+    """The step that a torch file tells; None if it tells none."""
+    try:
+        return _step_in(read_archive(path).tree)
+    except (ArchiveError, OSError):
+        return None
+
+
+# --- files of torch.save ------------------------------------------------------------------------------------
+
+
+def _load(file: Path, root: Path) -> Archive:
+    name = file.name if file == root else str(file.relative_to(root))
+    try:
+        return read_archive(file)
+    except (ArchiveError, OSError) as error:
+        raise ForeignError(name, getattr(error, "strerror", None) or str(error)) from error
+
+
+def _step_in(tree: Any) -> int | None:
+    if not isinstance(tree, dict):
+        return None
+    for word in _STEPS:
+        if type(tree.get(word)) is int:
+            return int(tree[word])
+    return None
+
+
+def _torch_file(found: Contents) -> None:
+    """Lightning's `.ckpt`, a dictionary of states, or a state dict alone."""
+    path = found.recognised.path
+    tree = _load(path, path).tree
+    found.step = step if (step := _step_in(tree)) is not None else found.step
+    if not isinstance(tree, dict):
+        raise ForeignError(path.name, f"it holds {_told(tree)}, and no dictionary of states")
+    if "pytorch-lightning_version" in tree:
+        found.recognised = found.recognised._replace(layout=Layout.LIGHTNING)
+        _lightning(found, tree)
+        return
+    found.recognised = found.recognised._replace(layout=Layout.TORCH_FILE)
+    if _is_flat(tree):
+        found.parts[MODEL] = Part(MODEL, _flat(tree))
+        return
+    for key, value in tree.items():
+        if type(key) is str and key not in _STEPS:
+            _add(found, key, value)
+
+
+def _add(found: Contents, key: str, value: Any) -> None:
+    """A part of a dictionary of states, by its form first, then by its name."""
+    kind = next((kind for kind, names in _ALIASES.items() if key in names), "object")
+    if _is_optimizer(value):
+        found.parts[key] = Part(OPTIMIZER, tree=value)
+    elif kind == OPTIMIZER and isinstance(value, list) and value and all(map(_is_optimizer, value)):
+        _many(found, key, OPTIMIZER, value)
+    elif kind == SCHEDULE and isinstance(value, list):
+        _many(found, key, SCHEDULE, value)
+    elif isinstance(value, dict) and kind in (MODEL, "object") and _is_flat(value):
+        found.parts[key] = Part(MODEL, _flat(value))
+    elif kind in (RNG, DATA):
+        found.parts[key] = Part(kind, tree=value, of_ranks=1)
+    else:
+        found.parts[key] = Part(kind if kind != MODEL else "object", tree=value)
+
+
+def _many(found: Contents, key: str, kind: str, values: list[Any]) -> None:
+    for at, one in enumerate(values):
+        found.parts[key if len(values) == 1 else f"{key}_{at}"] = Part(kind, tree=one)
+
+
+def _lightning(found: Contents, tree: dict[Any, Any]) -> None:
+    state = tree.get("state_dict")
+    if not isinstance(state, dict):
+        raise ForeignError(found.recognised.name, "it is Lightning's, and holds no state_dict")
+    found.parts[MODEL] = Part(MODEL, _flat(state))
+    for kind, key in ((OPTIMIZER, "optimizer_states"), (SCHEDULE, "lr_schedulers")):
+        values = tree.get(key)
+        _many(found, kind, kind, values if isinstance(values, list) else [])
+    for key, value in tree.items():
+        if type(key) is str and "precision" in key.lower() and isinstance(value, dict):
+            found.parts[SCALER] = Part(SCALER, tree=value)
+    found.notes.append("Lightning's loops, callbacks and hyper-parameters are left where they are")
+
+
+def _is_flat(tree: Any) -> bool:
+    """Whether it is a state dict of a module: names to tensors, and perhaps to extra states."""
+    if not isinstance(tree, dict) or not tree or not all(type(key) is str for key in tree):
+        return False
+    return all(isinstance(one, StoredTensor) or name.endswith("_extra_state") for name, one in tree.items())
+
+
+def _flat(tree: Mapping[Any, Any]) -> dict[str, Entry]:
+    return {
+        name: entry_of(value)
+        for name, value in tree.items()
+        if type(name) is str and isinstance(value, StoredTensor)
+    }
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Record):
+        return f"an object of the class {escaped(value.cls)}"
+    return "a tensor" if isinstance(value, StoredTensor) else f"a {type(value).__name__}"
+
+
+# --- Hugging Face -------------------------------------------------------------------------------------------
+
+
+def weights_of(directory: Path) -> tuple[dict[str, StoredTensor], list[tuple[str, str]]]:
+    """The weights of a Hugging Face directory, and (file, what is wrong)."""
+    name = next((name for name in WEIGHTS if (directory / name).exists()), None)
+    if name is None:
+        return {}, [(".", f"none of {', '.join(WEIGHTS)} is here")]
+    try:
+        if name.endswith(".bin"):
+            return _binary(_load(directory / name, directory)), []
+        if name == "pytorch_model.bin.index.json":
+            index = read_index(directory / name)
+            whole: dict[str, StoredTensor] = {}
+            for path in sorted(set(index.values())):
+                whole |= _binary(_load(directory / path, directory))
+            lacking = sorted(index.keys() - whole.keys())[:3]
+            return whole, [(name, f"{escaped(one)} is in none of its files") for one in lacking]
+        if name.endswith(".index.json"):
+            return merged(directory, read_index(directory / name))
+        return read_tensor_file(directory / name), []
+    except (TensorFileError, OSError) as error:
+        return {}, [(name, getattr(error, "strerror", None) or str(error))]
+    except ForeignError as error:
+        return {}, [(error.path, error.why)]
+
+
+def _binary(archive: Archive) -> dict[str, StoredTensor]:
+    tree = archive.tree if isinstance(archive.tree, dict) else {}
+    return {name: one for name, one in tree.items() if type(name) is str and isinstance(one, StoredTensor)}
+
+
+def _hf_model(found: Contents) -> None:
+    path = found.recognised.path
+    if path.is_file():
+        try:
+            tensors, problems = read_tensor_file(path), list[tuple[str, str]]()
+        except (TensorFileError, OSError) as error:
+            raise ForeignError(path.name, str(error)) from error
+    else:
+        tensors, problems = weights_of(path)
+    if problems:
+        raise ForeignError(*problems[0])
+    found.parts[MODEL] = Part(MODEL, {name: entry_of(one) for name, one in tensors.items()})
+
+
+def _hf_trainer(found: Contents, rank: int = 0) -> None:
+    _hf_model(found)
+    path = found.recognised.path
+    step = read_json(path / "trainer_state.json").get("global_step")
+    found.step = step if type(step) is int and step >= 0 else found.step
+    for kind in (OPTIMIZER, SCHEDULE, SCALER):
+        if (path / f"{kind}.pt").exists():
+            found.parts[kind] = Part(kind, tree=_load(path / f"{kind}.pt", path).tree)
+    if others := sorted(one.name for one in path.glob("global_step*") if one.is_dir()):
+        found.notes.append(f"{others[0]}: DeepSpeed's own files, which are not read")
+    single, several = path / "rng_state.pth", sorted(path.glob("rng_state_*.pth"))
+    if single.exists() or several:
+        found.world = len(several) or 1
+        mine = single if not several else path / f"rng_state_{rank}.pth"
+        tree = _load(mine, path).tree if mine.exists() else None
+        found.parts[RNG] = Part(RNG, tree=tree, of_ranks=found.world)
+
+
+# --- DCP and what is built on it ----------------------------------------------------------------------------
+
+
+def _metadata(directory: Path) -> StoredMetadata:
+    try:
+        return metadatas.read(directory)
+    except MetadataError as error:
+        raise ForeignError(METADATA, str(error)) from error
+
+
+def _entries(meta: StoredMetadata, directory: Path) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for name, tensor in meta.tensors.items():
+        pieces = []
+        for offsets, sizes in tensor.chunks:
+            place = meta.storage.get((name, offsets))
+            if place is not None:
+                file = directory / place.path
+                pieces.append(Piece(offsets, sizes, file, place.offset, None, place.length))
+        entries[name] = Entry(tensor.shape, tensor.dtype, tuple(pieces))
+    return entries
+
+
+def _objects(meta: StoredMetadata, directory: Path, *prefixes: str) -> Iterator[tuple[str, Any]]:
+    """The objects whose names begin so, read as data."""
+    for name in meta.objects:
+        place = meta.storage.get((name, None))
+        if place is None or not name.startswith(prefixes):
+            continue
+        try:
+            file = directory / place.path
+            yield name, read_archive(file, start=place.offset, length=place.length).tree
+        except (ArchiveError, OSError) as error:
+            raise ForeignError(place.path, f"{escaped(name)}: {error}") from error
+
+
+def _ranks_in(meta: StoredMetadata) -> int | None:
+    """How many ranks saved it, by the names of their files."""
+    numbers = {
+        int(match[1])
+        for place in meta.storage.values()
+        if (match := re.match(r"__(\d+)_\d+\.distcp", place.path))
+    }
+    return max(numbers) + 1 if numbers else None
+
+
+def _named_optimizer(entries: Mapping[str, Entry], groups: Any) -> Part:
+    """An optimizer whose state is kept by its parameters' names: `state.<parameter>.<key>`."""
+    state: dict[str, dict[str, Any]] = {}
+    for name, entry in entries.items():
+        if name.startswith("state."):
+            parameter, _, key = name.removeprefix("state.").rpartition(".")
+            state.setdefault(parameter, {})[key] = entry
+    return Part(OPTIMIZER, tree={"state": state, "param_groups": groups})
+
+
+def _split(entries: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
+    return {name.removeprefix(prefix): one for name, one in entries.items() if name.startswith(prefix)}
+
+
+def _dcp(found: Contents) -> None:
+    path = found.recognised.path
+    meta = _metadata(path)
+    entries = _entries(meta, path)
+    found.world = _ranks_in(meta)
+    for part in dict.fromkeys(name.partition(".")[0] for name in entries):
+        mine = _split(entries, f"{part}.") or {part: entries[part]}
+        if any(name.startswith("state.") for name in mine):
+            found.parts[part] = _named_optimizer(mine, None)
+        else:
+            found.parts[part] = Part(MODEL, mine)
+
+
+def _torchtitan(found: Contents) -> None:
+    path = found.recognised.path
+    meta = _metadata(path)
+    entries = _entries(meta, path)
+    found.world = _ranks_in(meta)
+    others = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+    weights = {name: one for name, one in entries.items() if not name.startswith(others)}
+    found.parts[MODEL] = Part(MODEL, weights)
+    objects = dict(_objects(meta, path, "optimizer.param_groups.", "lr_scheduler.", "train_state."))
+    if state := _split(entries, "optimizer."):
+        by_parameter: dict[str, dict[str, Any]] = {}
+        for name, value in objects.items():
+            if name.startswith("optimizer.param_groups."):
+                parameter, _, key = name.removeprefix("optimizer.param_groups.").rpartition(".")
+                by_parameter.setdefault(parameter, {})[key] = value
+        found.parts[OPTIMIZER] = _named_optimizer(state, by_parameter)
+    if schedule := {
+        name.removeprefix("lr_scheduler."): value
+        for name, value in objects.items()
+        if name.startswith("lr_scheduler.")
+    }:
+        found.parts[SCHEDULE] = Part(SCHEDULE, tree=schedule)
+    if type(step := objects.get("train_state.step")) is int:
+        found.step = step
+    elif isinstance(step, StoredTensor):
+        found.notes.append("train_state.step is a tensor; the step is from the directory's name")
+    if any(name.startswith("dataloader.") for name in meta.objects):
+        found.notes.append("the position of torchtitan's own loader is left where it is")
+
+
+def _kempner(found: Contents) -> None:
+    path = found.recognised.path
+    stages = sorted(one for one in path.glob("pp*") if one.is_dir()) or [path]
+    entries: dict[str, Entry] = {}
+    groups: Any = None
+    for stage in stages:
+        meta = _metadata(stage)
+        entries |= _entries(meta, stage)
+        for name, value in _objects(meta, stage, "optimizer.param_groups"):
+            groups = value if name == "optimizer.param_groups" and len(stages) == 1 else groups
+        ranks = _ranks_in(meta)
+        found.world = max(found.world or 0, ranks or 0) or None
+    found.parts[MODEL] = Part(MODEL, _split(entries, "model."))
+    if state := _split(entries, "optimizer."):
+        found.parts[OPTIMIZER] = _named_optimizer(state, groups)
+    told = read_json(path / "metadata.json").get("step")
+    found.step = told if type(told) is int and told >= 0 else found.step
+    if (path / "train_state.pt").exists():
+        tree = _load(path / "train_state.pt", path).tree
+        tree = tree if isinstance(tree, dict) else {}
+        found.step = step if (step := _step_in(tree)) is not None else found.step
+        for kind in (SCHEDULE, DATA):
+            if kind in tree:
+                found.parts[kind] = Part(kind, tree=tree[kind], of_ranks=int(kind == DATA))
+        if RNG in tree:
+            found.parts[RNG] = Part(RNG, tree=tree[RNG], of_ranks=1)  # rank 0's, which it gives to all
+
+
+def _megatron(found: Contents) -> None:
+    """`torch_dist`: DCP for what is sharded, `common.pt` for what all ranks share."""
+    path = found.recognised.path
+    if not (path / METADATA).exists() and (path / "metadata.json").exists():
+        backend = read_json(path / "metadata.json").get("sharded_backend")
+        raise ForeignError(
+            "metadata.json", f"it was saved as {escaped(str(backend))}; only torch_dist is read"
+        )
+    meta = _metadata(path)
+    entries = _entries(meta, path)
+    common = _load(path / "common.pt", path).tree
+    common = common if isinstance(common, dict) else {}
+    found.step = step if type(step := common.get("iteration")) is int else found.step
+    arguments = common.get("args")
+    if isinstance(arguments, Record) and isinstance(arguments.state, dict):
+        world = arguments.state.get("world_size")
+        found.world = world if type(world) is int else None
+    weights: dict[str, Entry] = {}
+    state: dict[str, dict[str, Any]] = {}
+    beside: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        bare = re.sub(r"^chained_\d+\.", "", name)
+        if match := _NUMBERED.fullmatch(bare):
+            state.setdefault(match[2], {})[match[1]] = entry
+        elif bare.startswith("optimizer."):
+            beside[name] = entry
+        else:
+            weights[name] = entry
+    found.parts[MODEL] = Part(MODEL, weights)
+    if state or beside or isinstance(common.get("optimizer"), dict):
+        groups = (
+            common["optimizer"].get("param_groups") if isinstance(common.get("optimizer"), dict) else None
+        )
+        tree = {"state": state, "param_groups": groups}
+        found.parts[OPTIMIZER] = Part(OPTIMIZER, tree=tree, beside=beside)
+    if "opt_param_scheduler" in common:
+        found.parts[SCHEDULE] = Part(SCHEDULE, tree=common["opt_param_scheduler"])
+    shards = [name for name in meta.objects if name.startswith("rng_state")]
+    if shards:
+        trees = dict(_objects(meta, path, "rng_state"))
+        found.parts[RNG] = Part(RNG, tree=trees[shards[0]], of_ranks=found.world or len(shards))
+
+
+def _megatron_local(found: Contents, rank: int) -> None:
+    """What each rank kept on its node: its own tensors, under their global names."""
+    files = rank_files(found.recognised.path)
+    found.world = max(files, default=-1) + 1
+    file = files.get(rank)
+    if file is None:
+        have = ", ".join(map(str, files)) or "no rank"
+        raise ForeignError(found.recognised.name, f"rank {rank}'s file is not here; here are those of {have}")
+    tree = _load(file, file).tree
+    state = tree.state if isinstance(tree, Record) and isinstance(tree.state, dict) else tree
+    if not isinstance(state, dict):
+        raise ForeignError(file.name, f"it holds {_told(tree)}, and no state")
+    common = state.get("common", state)
+    tensors: dict[str, Entry] = {}
+    _collect_local(state.get("sharded_state_dict", state.get("state_dict", state)), "", tensors)
+    for holder in (common, state.get("state_dict")):
+        if isinstance(holder, dict) and type(holder.get("iteration")) is int:
+            found.step = holder["iteration"]
+    weights = {name: one for name, one in tensors.items() if not name.startswith("optimizer.")}
+    found.parts[MODEL] = Part(MODEL, weights, of_ranks=found.world)
+    by_parameter: dict[str, dict[str, Any]] = {}
+    beside: dict[str, Entry] = {}
+    for name, one in tensors.items():
+        if match := _NUMBERED.fullmatch(name):
+            by_parameter.setdefault(match[2], {})[match[1]] = one
+        elif name.startswith("optimizer."):
+            beside[name] = one
+    if by_parameter or beside:
+        tree = {"state": by_parameter, "param_groups": None}
+        found.parts[OPTIMIZER] = Part(OPTIMIZER, tree=tree, of_ranks=found.world, beside=beside)
+
+
+def _collect_local(node: Any, prefix: str, found: dict[str, Entry]) -> None:
+    """Tensors by their names: Megatron's ShardedTensors say theirs, others have their path."""
+    if isinstance(node, StoredTensor):
+        found[prefix.removesuffix(".").removeprefix("model.")] = entry_of(node)
+    elif isinstance(node, Record) and isinstance(node.state, dict) and type(node.state.get("key")) is str:
+        if isinstance(tensor := node.state.get("data"), StoredTensor):
+            found[node.state["key"]] = entry_of(tensor)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            _collect_local(value, f"{prefix}{key}.", found)
+    elif isinstance(node, list | tuple):
+        for at, value in enumerate(node):
+            _collect_local(value, f"{prefix}{at}.", found)
+
+
+def names_classes(tree: Any, *, allowed: frozenset[str] = frozenset()) -> list[str]:
+    """Classes of objects in a tree, for a refusal that names them."""
+    found: dict[str, None] = {}
+
+    def walk(node: Any, depth: int) -> None:
+        if isinstance(node, Record) and node.cls not in allowed:
+            found.setdefault(node.cls)
+        elif isinstance(node, Name):
+            found.setdefault(node.name)
+        elif isinstance(node, dict):
+            for value in node.values():
+                walk(value, depth + 1)
+        elif isinstance(node, list | tuple) and not isinstance(node, StoredTensor | Entry) and depth < 100:
+            for value in node:
+                walk(value, depth + 1)
+
+    walk(tree, 0)
+    return list(found)
+
+
+def step_told(recognised: Recognised) -> int | None:
+    """The step of a checkpoint: as its name says it, or else as it tells itself."""
+    if recognised.step is not None:
+        return recognised.step
+    if recognised.layout in (Layout.LIGHTNING, Layout.TORCH_FILE):
+        return step_within(recognised.path)
+    found = read_json(recognised.path / "trainer_state.json").get("global_step")
+    return found if type(found) is int else None
