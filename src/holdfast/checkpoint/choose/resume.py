@@ -41,7 +41,9 @@ from holdfast.checkpoint.choose.ladder import (
     walk_down,
 )
 from holdfast.checkpoint.choose.load import LoadedState, load, load_stock
+from holdfast.checkpoint.choose.taking import load_foreign
 from holdfast.checkpoint.copies import AssembledShards, Assembly, LocalInventory
+from holdfast.checkpoint.foreign import Layout, name_function, recognise
 from holdfast.checkpoint.format import (
     CheckpointName,
     CheckpointRoot,
@@ -172,6 +174,7 @@ class Resumer:
         needs_data: bool = False,
         fresh_parts: Sequence[str] = (),
         began: str = "",
+        names: str = "",
     ) -> None:
         """`remote` opens, on rank 0, where a rung is fetched from whose local copy is missing or bad.
 
@@ -180,6 +183,7 @@ class Resumer:
         and this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
         its position. `fresh_parts` begin anew where the run begins from what it was told to: a rung that is
         named now, that lies elsewhere, or that is named `began`, from which it began before.
+        `names`: the function that says which stored name is which, for checkpoints of other projects.
         """
         self._control = control
         self._fence = fence
@@ -196,6 +200,7 @@ class Resumer:
         self._needs_data = needs_data
         self._fresh_parts = list(fresh_parts)
         self._began = began
+        self._names = names
         self._claims: set[CheckpointName] = set()
         """On rank 0: what the local tier may hold, by its records."""
         self._numbers = itertools.count()
@@ -483,6 +488,9 @@ class Resumer:
         if rung is None:
             return [f"{asked}the run has no checkpoint on its lineage"]
         if not rung.manifest:
+            other = recognise(Path(rung.path))
+            if other is not None and other.layout is not Layout.DCP:
+                return [f"{asked}a checkpoint of another project ({other.layout}); no digests to check"]
             return [f"{asked}a plain DCP directory, complete by its metadata; no digests to check"]
         which = "the newest usable checkpoint" if self._pin is None else "the pinned checkpoint"
         found = f"{asked}{which}; all digests matched on {self._group.world_size} ranks"
@@ -574,6 +582,18 @@ class Resumer:
                         used=dict(shards.used) if shards is not None else {},
                         bad=shards.bad if shards is not None else [],
                     )
+                found = recognise(path)
+                if found is not None and found.layout is not Layout.DCP:
+                    foreign = load_foreign(
+                        found,
+                        self._tracked,
+                        self._group.rank,
+                        self._group.world_size,
+                        needs_data=self._needs_data,
+                        fresh=proposal.fresh,
+                        names=name_function(self._names),
+                    )
+                    return foreign, LoadAnswer()
                 stock = load_stock(path, self._tracked, needs_data=self._needs_data, fresh=proposal.fresh)
                 return stock, LoadAnswer()
         except CheckpointError as error:

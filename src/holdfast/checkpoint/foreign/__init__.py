@@ -13,8 +13,24 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.foreign.contents import ForeignError, read_contents, step_told
+    from holdfast.checkpoint.foreign.archive import StoredTensor
+    from holdfast.checkpoint.foreign.contents import (
+        DATA,
+        MODEL,
+        OPTIMIZER,
+        RNG,
+        SCALER,
+        SCHEDULE,
+        Contents,
+        Entry,
+        ForeignError,
+        Part,
+        entry_of,
+        read_contents,
+        step_told,
+    )
     from holdfast.checkpoint.foreign.examination import examine
+    from holdfast.checkpoint.foreign.names import NameFunction, name_function, tracked_names, unstacked
     from holdfast.checkpoint.foreign.recognition import (
         Layout,
         Recognised,
@@ -22,6 +38,7 @@ if TYPE_CHECKING:
         hints,
         recognise,
     )
+    from holdfast.checkpoint.foreign.source import PieceReader, generators_of, read_into, values_of
     from holdfast.checkpoint.foreign.values import check_values
 else:
     __getattr__ = offers(__name__)

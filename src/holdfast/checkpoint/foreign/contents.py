@@ -23,7 +23,7 @@ from holdfast.checkpoint.foreign.recognition import (
     read_json,
 )
 from holdfast.checkpoint.foreign.tensor_files import TensorFileError, merged, read_index, read_tensor_file
-from holdfast.checkpoint.format import METADATA, MetadataError, Name, Offsets, Record, StoredMetadata
+from holdfast.checkpoint.format import METADATA, MetadataError, Offsets, Record, StoredMetadata
 from holdfast.checkpoint.format import metadata as metadatas
 
 MODEL, OPTIMIZER, SCHEDULE, SCALER, RNG, DATA = (
@@ -67,6 +67,8 @@ class Piece(NamedTuple):
     """Of its values from `start` on; None: an item of DCP, an archive of this one tensor, begins there."""
     length: int = 0
     """Of such an item."""
+    row: int | None = None
+    """Which row of what is stored it is, where the stored tensor has one dimension more."""
 
 
 class Entry(NamedTuple):
@@ -519,26 +521,6 @@ def _collect_local(node: Any, prefix: str, found: dict[str, Entry]) -> None:
     elif isinstance(node, list | tuple):
         for at, value in enumerate(node):
             _collect_local(value, f"{prefix}{at}.", found)
-
-
-def names_classes(tree: Any, *, allowed: frozenset[str] = frozenset()) -> list[str]:
-    """Classes of objects in a tree, for a refusal that names them."""
-    found: dict[str, None] = {}
-
-    def walk(node: Any, depth: int) -> None:
-        if isinstance(node, Record) and node.cls not in allowed:
-            found.setdefault(node.cls)
-        elif isinstance(node, Name):
-            found.setdefault(node.name)
-        elif isinstance(node, dict):
-            for value in node.values():
-                walk(value, depth + 1)
-        elif isinstance(node, list | tuple) and not isinstance(node, StoredTensor | Entry) and depth < 100:
-            for value in node:
-                walk(value, depth + 1)
-
-    walk(tree, 0)
-    return list(found)
 
 
 def step_told(recognised: Recognised) -> int | None:

@@ -166,9 +166,8 @@ def _is_titan(path: Path) -> bool:
         meta = metadatas.read(path)
     except MetadataError:
         return True
-    return "train_state.step" in meta.objects or not any(
-        name.startswith(("model.", "optimizer.")) for name in meta.tensors
-    )
+    weights_alone = not meta.objects and any(name.startswith("layers.") for name in meta.tensors)
+    return weights_alone or "train_state.step" in meta.objects
 
 
 def _file(path: Path) -> Layout | None:
