@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from holdfast.checkpoint.format import is_url
-from holdfast.cli import ckpt_copies, ckpt_inspect, clean
+from holdfast.cli import ckpt_copies, ckpt_import, ckpt_inspect, clean
 from holdfast.cli.output import CONFIG, JSON, ROOT, Bar, print_columns, print_json, show_bytes, show_time
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.format import Inspection, Manifest, Progress
     from holdfast.record import ControlDirectory, RootBook, StandingBook
 
-app = typer.Typer(help="List, verify, compare, judge and export checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare, judge, export and import checkpoints.", no_args_is_help=True)
 JUDGED = ("suspect", "condemned", "acquitted")
 """Standings whose reasons somebody will want to know."""
 app.command("locate")(ckpt_inspect.locate)
@@ -24,6 +24,7 @@ app.command("diff")(ckpt_inspect.diff)
 app.command("condemn")(ckpt_inspect.condemn)
 app.command("acquit")(ckpt_inspect.acquit)
 app.command("export")(ckpt_inspect.export)
+app.command("import")(ckpt_import.import_checkpoint)
 app.command("gc")(clean.gc)
 
 
@@ -451,6 +452,8 @@ def _print_rows(
         if row.get("standing") in JUDGED:
             why = "; ".join(row["standing_evidence"]) or "as recorded beside it"
             typer.echo(f"{row['name']}: {row['standing']}: {why}")
+    for hint in _hints(folder):
+        typer.echo(f"{hint}; no resume relies on it")
     if latest is not None and not any(row["latest"] for row in rows):
         typer.echo(f"latest names {latest!r}, which is not here; no resume relies on it")
     typer.echo("Digests were not read: `holdfast ckpt verify` does that.")
@@ -495,6 +498,15 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
     there = plural(sum(not inspection.gone for inspection in inspections), "checkpoint")
     typer.echo(f"{there}, {verdict}; {show_bytes(total)} read in {seconds:.2f} s ({rate})")
+
+
+def _hints(folder: Path | str) -> list[str]:
+    """What pointers of other projects say, where they differ from what is here."""
+    from holdfast.checkpoint.foreign import checkpoints_in, hints
+
+    if not isinstance(folder, Path) or not folder.is_dir():
+        return []
+    return hints(folder, checkpoints_in(folder))
 
 
 def _layout(path: Path) -> str:

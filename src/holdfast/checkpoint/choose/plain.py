@@ -14,7 +14,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.checkpoint.foreign import Layout, check_values, checkpoints_in, examine, recognise, step_told
+from holdfast.checkpoint.foreign import (
+    ForeignLayout,
+    check_values,
+    checkpoints_in,
+    examine,
+    recognise,
+    step_told,
+)
 from holdfast.checkpoint.format import (
     MANIFEST,
     MARKER,
@@ -81,7 +88,7 @@ def inspect(
 ) -> tuple[Inspection, list[str]]:
     """What is wrong with a checkpoint, and what was looked at: all that can be, or only names and sizes."""
     foreign = recognise(path)
-    if foreign is not None and foreign.layout is not Layout.DCP:
+    if foreign is not None and foreign.layout is not ForeignLayout.DCP:
         return examine(foreign, quick=quick, progress=progress)
     inspection = check_structure(path)
     if inspection.problems:

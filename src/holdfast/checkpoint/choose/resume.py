@@ -43,7 +43,7 @@ from holdfast.checkpoint.choose.ladder import (
 from holdfast.checkpoint.choose.load import LoadedState, load, load_stock
 from holdfast.checkpoint.choose.taking import load_foreign
 from holdfast.checkpoint.copies import AssembledShards, Assembly, LocalInventory
-from holdfast.checkpoint.foreign import Layout, name_function, recognise
+from holdfast.checkpoint.foreign import ForeignLayout, name_function, recognise
 from holdfast.checkpoint.format import (
     CheckpointName,
     CheckpointRoot,
@@ -489,7 +489,7 @@ class Resumer:
             return [f"{asked}the run has no checkpoint on its lineage"]
         if not rung.manifest:
             other = recognise(Path(rung.path))
-            if other is not None and other.layout is not Layout.DCP:
+            if other is not None and other.layout is not ForeignLayout.DCP:
                 return [f"{asked}a checkpoint of another project ({other.layout}); no digests to check"]
             return [f"{asked}a plain DCP directory, complete by its metadata; no digests to check"]
         which = "the newest usable checkpoint" if self._pin is None else "the pinned checkpoint"
@@ -583,7 +583,7 @@ class Resumer:
                         bad=shards.bad if shards is not None else [],
                     )
                 found = recognise(path)
-                if found is not None and found.layout is not Layout.DCP:
+                if found is not None and found.layout is not ForeignLayout.DCP:
                     foreign = load_foreign(
                         found,
                         self._tracked,

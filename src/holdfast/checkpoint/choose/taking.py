@@ -28,11 +28,11 @@ from holdfast.checkpoint.foreign import (
     SCALER,
     SCHEDULE,
     Contents,
-    Entry,
     ForeignError,
-    Layout,
+    ForeignLayout,
+    ForeignPart,
+    ForeignTensor,
     NameFunction,
-    Part,
     PieceReader,
     Recognised,
     StoredTensor,
@@ -89,7 +89,7 @@ class _Taking:
         self._fresh = fresh
         self._names = names
         self._notes = ["no digests: nothing vouches for these bytes", *contents.notes]
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ForeignTensor] = {}
         self._paths: dict[str, tuple[str, ...]] = {}
         self._mapped: dict[str, str] = {}
         """Stored names of the weights, and the tracked ones; optimizers go by them too."""
@@ -139,14 +139,14 @@ class _Taking:
 
     # --- which part is whose ----------------------------------------------------------------------------
 
-    def _assign(self, needs_data: bool) -> dict[str, Part]:
+    def _assign(self, needs_data: bool) -> dict[str, ForeignPart]:
         """The part that each tracked object takes; whatever is missing or left over is refused together."""
         wanted = [name for name in self._tracked.names() if name not in self._fresh]
         parts = {name: part for name, part in self._contents.parts.items() if part.kind not in (RNG, DATA)}
         free = {name: part for name, part in parts.items() if name not in self._fresh}
-        taken: dict[str, Part] = {}
+        taken: dict[str, ForeignPart] = {}
         for name in wanted:
-            if name in free and free[name].kind in (self._kind(name), "object"):
+            if name in free and _alike(free[name].kind, self._kind(name)):
                 taken[name] = free.pop(name)
         for name in wanted:
             kind = self._kind(name)
@@ -217,11 +217,11 @@ class _Taking:
 
     # --- weights ------------------------------------------------------------------------------------------
 
-    def _place_weights(self, name: str, model: nn.Module, part: Part) -> None:
+    def _place_weights(self, name: str, model: nn.Module, part: ForeignPart) -> None:
         live = flatten({"": module.targets(model, name, {}, PieceReader({}).read_metadata())})
         wanted = {one.removeprefix("."): tensor for one, tensor in live.items()}
         entries = part.tensors
-        if self._layout in (Layout.MEGATRON, Layout.MEGATRON_LOCAL):
+        if self._layout in (ForeignLayout.MEGATRON, ForeignLayout.MEGATRON_LOCAL):
             entries = unstacked(entries, wanted)
         shared = _shared(wanted)
         mapped = tracked_names(entries, wanted, function=self._names, dispensable=shared)
@@ -263,7 +263,7 @@ class _Taking:
     # --- optimizers ---------------------------------------------------------------------------------------
 
     def _place_optimizer(
-        self, name: str, optimizer: torch.optim.Optimizer, part: Part
+        self, name: str, optimizer: torch.optim.Optimizer, part: ForeignPart
     ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
         """Put its tensors where they are read from; (hyper-parameters by group, state that is no tensor)."""
         if part.beside:
@@ -293,7 +293,7 @@ class _Taking:
         for one, entries in mine.items():
             for key, value in entries.items():
                 entry = entry_of(value) if isinstance(value, StoredTensor) else value
-                if not isinstance(entry, Entry):
+                if not isinstance(entry, ForeignTensor):
                     plain.setdefault(one, {})[key] = values_of(value, f"{name}.state.{one}.{key}")
                     continue
                 if key.startswith("exp_avg") and entry.shape != shapes[one]:
@@ -335,7 +335,7 @@ class _Taking:
         found: dict[str, dict[str, Any]] = {}
         for key in dict.fromkeys(key for entries in state.values() for key in entries):
             column = {one: entries[key] for one, entries in state.items() if key in entries}
-            if self._layout in (Layout.MEGATRON, Layout.MEGATRON_LOCAL):
+            if self._layout in (ForeignLayout.MEGATRON, ForeignLayout.MEGATRON_LOCAL):
                 column = unstacked(column, shapes)
             for one, value in column.items():
                 found.setdefault(self._mapped.get(one, one), {})[key] = value
@@ -378,6 +378,11 @@ class _Taking:
         return mine == [set(group) for group in live]
 
 
+def _alike(stored: str, tracked: str) -> bool:
+    """Whether a part of one kind can be an object of the other, if they have the same name."""
+    return stored == tracked or not {stored, tracked} & {MODEL, OPTIMIZER}
+
+
 def _is_numbered(groups: list[Any]) -> bool:
     return all(
         isinstance(group, dict) and all(type(one) is int for one in group.get("params", [None]))
@@ -403,5 +408,5 @@ def _shared(wanted: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _is_there(name: str, value: Any, entries: Mapping[str, Entry]) -> bool:
+def _is_there(name: str, value: Any, entries: Mapping[str, ForeignTensor]) -> bool:
     return all(inner in entries for inner in flatten({name: value}))

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
         SCALER,
         SCHEDULE,
         Contents,
-        Entry,
         ForeignError,
-        Part,
+        ForeignPart,
+        ForeignTensor,
         entry_of,
         read_contents,
         step_told,
     )
-    from holdfast.checkpoint.foreign.examination import examine
     from holdfast.checkpoint.foreign.names import NameFunction, name_function, tracked_names, unstacked
     from holdfast.checkpoint.foreign.recognition import (
-        Layout,
+        ForeignLayout,
         Recognised,
         checkpoints_in,
         hints,
         recognise,
     )
+    from holdfast.checkpoint.foreign.soundness import examine
     from holdfast.checkpoint.foreign.source import PieceReader, generators_of, read_into, values_of
     from holdfast.checkpoint.foreign.values import check_values
 else:

@@ -130,12 +130,12 @@ def _read(zipped: zipfile.ZipFile, file: Path, fd: int, start: int) -> Archive:
         raise ArchiveError("its numbers are in another byte order than this machine's")
     archive = Archive(file)
     places = {name.removeprefix("data/"): info for name, info in records.items() if name.startswith("data/")}
-    found = read_pickle(zipped.read(records["data.pkl"]), _Reading(archive, places, fd, start).vocabulary())
+    found = read_pickle(zipped.read(records["data.pkl"]), _Calls(archive, places, fd, start).vocabulary())
     archive.tree = found
     return archive
 
 
-class _Reading:
+class _Calls:
     """Makes of a pickle's calls what they stand for, for the few that are data."""
 
     def __init__(self, archive: Archive, places: Mapping[str, zipfile.ZipInfo], fd: int, start: int) -> None:

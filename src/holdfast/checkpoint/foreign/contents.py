@@ -17,7 +17,7 @@ from holdfast.base import escaped
 from holdfast.checkpoint.foreign.archive import Archive, ArchiveError, StoredTensor, read_archive
 from holdfast.checkpoint.foreign.recognition import (
     WEIGHTS,
-    Layout,
+    ForeignLayout,
     Recognised,
     rank_files,
     read_json,
@@ -56,7 +56,7 @@ class ForeignError(Exception):
         self.why = why
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor, and where its values lie."""
 
     offsets: Offsets
@@ -71,24 +71,24 @@ class Piece(NamedTuple):
     """Which row of what is stored it is, where the stored tensor has one dimension more."""
 
 
-class Entry(NamedTuple):
+class ForeignTensor(NamedTuple):
     """A stored tensor."""
 
     shape: Offsets
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredBox, ...]
 
 
 @dataclass
-class Part:
+class ForeignPart:
     """One part: of a model its tensors by name, of anything else a tree whose leaves may be tensors."""
 
     kind: str
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, ForeignTensor] = field(default_factory=dict)
     tree: Any = None
     of_ranks: int = 0
     """How many ranks have one of their own; 0: it is the same for all."""
-    beside: dict[str, Entry] = field(default_factory=dict)
+    beside: dict[str, ForeignTensor] = field(default_factory=dict)
     """Of an optimizer: tensors that have no place in it by any rule that is known here."""
 
 
@@ -98,31 +98,31 @@ class Contents:
     step: int = 0
     world: int | None = None
     """How many ranks saved it, where that can be known."""
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, ForeignPart] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def entry_of(tensor: StoredTensor) -> Entry:
-    whole = Piece((0,) * len(tensor.shape), tensor.shape, tensor.file, tensor.start, tensor.stride)
-    return Entry(tensor.shape, tensor.dtype, (whole,))
+def entry_of(tensor: StoredTensor) -> ForeignTensor:
+    whole = StoredBox((0,) * len(tensor.shape), tensor.shape, tensor.file, tensor.start, tensor.stride)
+    return ForeignTensor(tensor.shape, tensor.dtype, (whole,))
 
 
 def read_contents(recognised: Recognised, rank: int = 0) -> Contents:
     """What is in a checkpoint. `rank`: whose part, of what each rank keeps of its own."""
     reader = {
-        Layout.DCP: _dcp,
-        Layout.TORCHTITAN: _torchtitan,
-        Layout.KEMPNER_FORGE: _kempner,
-        Layout.MEGATRON: _megatron,
-        Layout.HF_MODEL: _hf_model,
-        Layout.HF_TRAINER: _hf_trainer,
-        Layout.LIGHTNING: _torch_file,
-        Layout.TORCH_FILE: _torch_file,
+        ForeignLayout.DCP: _dcp,
+        ForeignLayout.TORCHTITAN: _torchtitan,
+        ForeignLayout.KEMPNER_FORGE: _kempner,
+        ForeignLayout.MEGATRON: _megatron,
+        ForeignLayout.HF_MODEL: _hf_model,
+        ForeignLayout.HF_TRAINER: _hf_trainer,
+        ForeignLayout.LIGHTNING: _torch_file,
+        ForeignLayout.TORCH_FILE: _torch_file,
     }.get(recognised.layout)
     found = Contents(recognised, recognised.step or 0)
     if reader is None:
         _megatron_local(found, rank)
-    elif recognised.layout is Layout.HF_TRAINER:
+    elif recognised.layout is ForeignLayout.HF_TRAINER:
         _hf_trainer(found, rank)
     else:
         reader(found)
@@ -165,12 +165,12 @@ def _torch_file(found: Contents) -> None:
     if not isinstance(tree, dict):
         raise ForeignError(path.name, f"it holds {_told(tree)}, and no dictionary of states")
     if "pytorch-lightning_version" in tree:
-        found.recognised = found.recognised._replace(layout=Layout.LIGHTNING)
+        found.recognised = found.recognised._replace(layout=ForeignLayout.LIGHTNING)
         _lightning(found, tree)
         return
-    found.recognised = found.recognised._replace(layout=Layout.TORCH_FILE)
+    found.recognised = found.recognised._replace(layout=ForeignLayout.TORCH_FILE)
     if _is_flat(tree):
-        found.parts[MODEL] = Part(MODEL, _flat(tree))
+        found.parts[MODEL] = ForeignPart(MODEL, _flat(tree))
         return
     for key, value in tree.items():
         if type(key) is str and key not in _STEPS:
@@ -181,35 +181,35 @@ def _add(found: Contents, key: str, value: Any) -> None:
     """A part of a dictionary of states, by its form first, then by its name."""
     kind = next((kind for kind, names in _ALIASES.items() if key in names), "object")
     if _is_optimizer(value):
-        found.parts[key] = Part(OPTIMIZER, tree=value)
+        found.parts[key] = ForeignPart(OPTIMIZER, tree=value)
     elif kind == OPTIMIZER and isinstance(value, list) and value and all(map(_is_optimizer, value)):
         _many(found, key, OPTIMIZER, value)
     elif kind == SCHEDULE and isinstance(value, list):
         _many(found, key, SCHEDULE, value)
     elif isinstance(value, dict) and kind in (MODEL, "object") and _is_flat(value):
-        found.parts[key] = Part(MODEL, _flat(value))
+        found.parts[key] = ForeignPart(MODEL, _flat(value))
     elif kind in (RNG, DATA):
-        found.parts[key] = Part(kind, tree=value, of_ranks=1)
+        found.parts[key] = ForeignPart(kind, tree=value, of_ranks=1)
     else:
-        found.parts[key] = Part(kind if kind != MODEL else "object", tree=value)
+        found.parts[key] = ForeignPart(kind if kind != MODEL else "object", tree=value)
 
 
 def _many(found: Contents, key: str, kind: str, values: list[Any]) -> None:
     for at, one in enumerate(values):
-        found.parts[key if len(values) == 1 else f"{key}_{at}"] = Part(kind, tree=one)
+        found.parts[key if len(values) == 1 else f"{key}_{at}"] = ForeignPart(kind, tree=one)
 
 
 def _lightning(found: Contents, tree: dict[Any, Any]) -> None:
     state = tree.get("state_dict")
     if not isinstance(state, dict):
         raise ForeignError(found.recognised.name, "it is Lightning's, and holds no state_dict")
-    found.parts[MODEL] = Part(MODEL, _flat(state))
+    found.parts[MODEL] = ForeignPart(MODEL, _flat(state))
     for kind, key in ((OPTIMIZER, "optimizer_states"), (SCHEDULE, "lr_schedulers")):
         values = tree.get(key)
         _many(found, kind, kind, values if isinstance(values, list) else [])
     for key, value in tree.items():
         if type(key) is str and "precision" in key.lower() and isinstance(value, dict):
-            found.parts[SCALER] = Part(SCALER, tree=value)
+            found.parts[SCALER] = ForeignPart(SCALER, tree=value)
     found.notes.append("Lightning's loops, callbacks and hyper-parameters are left where they are")
 
 
@@ -220,7 +220,7 @@ def _is_flat(tree: Any) -> bool:
     return all(isinstance(one, StoredTensor) or name.endswith("_extra_state") for name, one in tree.items())
 
 
-def _flat(tree: Mapping[Any, Any]) -> dict[str, Entry]:
+def _flat(tree: Mapping[Any, Any]) -> dict[str, ForeignTensor]:
     return {
         name: entry_of(value)
         for name, value in tree.items()
@@ -281,7 +281,7 @@ def _hf_model(found: Contents) -> None:
         tensors, problems = weights_of(path)
     if problems:
         raise ForeignError(*problems[0])
-    found.parts[MODEL] = Part(MODEL, {name: entry_of(one) for name, one in tensors.items()})
+    found.parts[MODEL] = ForeignPart(MODEL, {name: entry_of(one) for name, one in tensors.items()})
 
 
 def _hf_trainer(found: Contents, rank: int = 0) -> None:
@@ -291,7 +291,7 @@ def _hf_trainer(found: Contents, rank: int = 0) -> None:
     found.step = step if type(step) is int and step >= 0 else found.step
     for kind in (OPTIMIZER, SCHEDULE, SCALER):
         if (path / f"{kind}.pt").exists():
-            found.parts[kind] = Part(kind, tree=_load(path / f"{kind}.pt", path).tree)
+            found.parts[kind] = ForeignPart(kind, tree=_load(path / f"{kind}.pt", path).tree)
     if others := sorted(one.name for one in path.glob("global_step*") if one.is_dir()):
         found.notes.append(f"{others[0]}: DeepSpeed's own files, which are not read")
     single, several = path / "rng_state.pth", sorted(path.glob("rng_state_*.pth"))
@@ -299,7 +299,7 @@ def _hf_trainer(found: Contents, rank: int = 0) -> None:
         found.world = len(several) or 1
         mine = single if not several else path / f"rng_state_{rank}.pth"
         tree = _load(mine, path).tree if mine.exists() else None
-        found.parts[RNG] = Part(RNG, tree=tree, of_ranks=found.world)
+        found.parts[RNG] = ForeignPart(RNG, tree=tree, of_ranks=found.world)
 
 
 # --- DCP and what is built on it ----------------------------------------------------------------------------
@@ -312,16 +312,16 @@ def _metadata(directory: Path) -> StoredMetadata:
         raise ForeignError(METADATA, str(error)) from error
 
 
-def _entries(meta: StoredMetadata, directory: Path) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+def _entries(meta: StoredMetadata, directory: Path) -> dict[str, ForeignTensor]:
+    entries: dict[str, ForeignTensor] = {}
     for name, tensor in meta.tensors.items():
         pieces = []
         for offsets, sizes in tensor.chunks:
             place = meta.storage.get((name, offsets))
             if place is not None:
                 file = directory / place.path
-                pieces.append(Piece(offsets, sizes, file, place.offset, None, place.length))
-        entries[name] = Entry(tensor.shape, tensor.dtype, tuple(pieces))
+                pieces.append(StoredBox(offsets, sizes, file, place.offset, None, place.length))
+        entries[name] = ForeignTensor(tensor.shape, tensor.dtype, tuple(pieces))
     return entries
 
 
@@ -348,17 +348,17 @@ def _ranks_in(meta: StoredMetadata) -> int | None:
     return max(numbers) + 1 if numbers else None
 
 
-def _named_optimizer(entries: Mapping[str, Entry], groups: Any) -> Part:
+def _named_optimizer(entries: Mapping[str, ForeignTensor], groups: Any) -> ForeignPart:
     """An optimizer whose state is kept by its parameters' names: `state.<parameter>.<key>`."""
     state: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():
         if name.startswith("state."):
             parameter, _, key = name.removeprefix("state.").rpartition(".")
             state.setdefault(parameter, {})[key] = entry
-    return Part(OPTIMIZER, tree={"state": state, "param_groups": groups})
+    return ForeignPart(OPTIMIZER, tree={"state": state, "param_groups": groups})
 
 
-def _split(entries: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
+def _split(entries: Mapping[str, ForeignTensor], prefix: str) -> dict[str, ForeignTensor]:
     return {name.removeprefix(prefix): one for name, one in entries.items() if name.startswith(prefix)}
 
 
@@ -372,7 +372,7 @@ def _dcp(found: Contents) -> None:
         if any(name.startswith("state.") for name in mine):
             found.parts[part] = _named_optimizer(mine, None)
         else:
-            found.parts[part] = Part(MODEL, mine)
+            found.parts[part] = ForeignPart(MODEL, mine)
 
 
 def _torchtitan(found: Contents) -> None:
@@ -382,7 +382,7 @@ def _torchtitan(found: Contents) -> None:
     found.world = _ranks_in(meta)
     others = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
     weights = {name: one for name, one in entries.items() if not name.startswith(others)}
-    found.parts[MODEL] = Part(MODEL, weights)
+    found.parts[MODEL] = ForeignPart(MODEL, weights)
     objects = dict(_objects(meta, path, "optimizer.param_groups.", "lr_scheduler.", "train_state."))
     if state := _split(entries, "optimizer."):
         by_parameter: dict[str, dict[str, Any]] = {}
@@ -396,7 +396,7 @@ def _torchtitan(found: Contents) -> None:
         for name, value in objects.items()
         if name.startswith("lr_scheduler.")
     }:
-        found.parts[SCHEDULE] = Part(SCHEDULE, tree=schedule)
+        found.parts[SCHEDULE] = ForeignPart(SCHEDULE, tree=schedule)
     if type(step := objects.get("train_state.step")) is int:
         found.step = step
     elif isinstance(step, StoredTensor):
@@ -408,7 +408,7 @@ def _torchtitan(found: Contents) -> None:
 def _kempner(found: Contents) -> None:
     path = found.recognised.path
     stages = sorted(one for one in path.glob("pp*") if one.is_dir()) or [path]
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ForeignTensor] = {}
     groups: Any = None
     for stage in stages:
         meta = _metadata(stage)
@@ -417,7 +417,7 @@ def _kempner(found: Contents) -> None:
             groups = value if name == "optimizer.param_groups" and len(stages) == 1 else groups
         ranks = _ranks_in(meta)
         found.world = max(found.world or 0, ranks or 0) or None
-    found.parts[MODEL] = Part(MODEL, _split(entries, "model."))
+    found.parts[MODEL] = ForeignPart(MODEL, _split(entries, "model."))
     if state := _split(entries, "optimizer."):
         found.parts[OPTIMIZER] = _named_optimizer(state, groups)
     told = read_json(path / "metadata.json").get("step")
@@ -428,9 +428,9 @@ def _kempner(found: Contents) -> None:
         found.step = step if (step := _step_in(tree)) is not None else found.step
         for kind in (SCHEDULE, DATA):
             if kind in tree:
-                found.parts[kind] = Part(kind, tree=tree[kind], of_ranks=int(kind == DATA))
+                found.parts[kind] = ForeignPart(kind, tree=tree[kind], of_ranks=int(kind == DATA))
         if RNG in tree:
-            found.parts[RNG] = Part(RNG, tree=tree[RNG], of_ranks=1)  # rank 0's, which it gives to all
+            found.parts[RNG] = ForeignPart(RNG, tree=tree[RNG], of_ranks=1)  # rank 0's, which it gives to all
 
 
 def _megatron(found: Contents) -> None:
@@ -450,9 +450,9 @@ def _megatron(found: Contents) -> None:
     if isinstance(arguments, Record) and isinstance(arguments.state, dict):
         world = arguments.state.get("world_size")
         found.world = world if type(world) is int else None
-    weights: dict[str, Entry] = {}
+    weights: dict[str, ForeignTensor] = {}
     state: dict[str, dict[str, Any]] = {}
-    beside: dict[str, Entry] = {}
+    beside: dict[str, ForeignTensor] = {}
     for name, entry in entries.items():
         bare = re.sub(r"^chained_\d+\.", "", name)
         if match := _NUMBERED.fullmatch(bare):
@@ -461,19 +461,19 @@ def _megatron(found: Contents) -> None:
             beside[name] = entry
         else:
             weights[name] = entry
-    found.parts[MODEL] = Part(MODEL, weights)
+    found.parts[MODEL] = ForeignPart(MODEL, weights)
     if state or beside or isinstance(common.get("optimizer"), dict):
         groups = (
             common["optimizer"].get("param_groups") if isinstance(common.get("optimizer"), dict) else None
         )
         tree = {"state": state, "param_groups": groups}
-        found.parts[OPTIMIZER] = Part(OPTIMIZER, tree=tree, beside=beside)
+        found.parts[OPTIMIZER] = ForeignPart(OPTIMIZER, tree=tree, beside=beside)
     if "opt_param_scheduler" in common:
-        found.parts[SCHEDULE] = Part(SCHEDULE, tree=common["opt_param_scheduler"])
+        found.parts[SCHEDULE] = ForeignPart(SCHEDULE, tree=common["opt_param_scheduler"])
     shards = [name for name in meta.objects if name.startswith("rng_state")]
     if shards:
         trees = dict(_objects(meta, path, "rng_state"))
-        found.parts[RNG] = Part(RNG, tree=trees[shards[0]], of_ranks=found.world or len(shards))
+        found.parts[RNG] = ForeignPart(RNG, tree=trees[shards[0]], of_ranks=found.world or len(shards))
 
 
 def _megatron_local(found: Contents, rank: int) -> None:
@@ -489,15 +489,15 @@ def _megatron_local(found: Contents, rank: int) -> None:
     if not isinstance(state, dict):
         raise ForeignError(file.name, f"it holds {_told(tree)}, and no state")
     common = state.get("common", state)
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, ForeignTensor] = {}
     _collect_local(state.get("sharded_state_dict", state.get("state_dict", state)), "", tensors)
     for holder in (common, state.get("state_dict")):
         if isinstance(holder, dict) and type(holder.get("iteration")) is int:
             found.step = holder["iteration"]
     weights = {name: one for name, one in tensors.items() if not name.startswith("optimizer.")}
-    found.parts[MODEL] = Part(MODEL, weights, of_ranks=found.world)
+    found.parts[MODEL] = ForeignPart(MODEL, weights, of_ranks=found.world)
     by_parameter: dict[str, dict[str, Any]] = {}
-    beside: dict[str, Entry] = {}
+    beside: dict[str, ForeignTensor] = {}
     for name, one in tensors.items():
         if match := _NUMBERED.fullmatch(name):
             by_parameter.setdefault(match[2], {})[match[1]] = one
@@ -505,10 +505,10 @@ def _megatron_local(found: Contents, rank: int) -> None:
             beside[name] = one
     if by_parameter or beside:
         tree = {"state": by_parameter, "param_groups": None}
-        found.parts[OPTIMIZER] = Part(OPTIMIZER, tree=tree, of_ranks=found.world, beside=beside)
+        found.parts[OPTIMIZER] = ForeignPart(OPTIMIZER, tree=tree, of_ranks=found.world, beside=beside)
 
 
-def _collect_local(node: Any, prefix: str, found: dict[str, Entry]) -> None:
+def _collect_local(node: Any, prefix: str, found: dict[str, ForeignTensor]) -> None:
     """Tensors by their names: Megatron's ShardedTensors say theirs, others have their path."""
     if isinstance(node, StoredTensor):
         found[prefix.removesuffix(".").removeprefix("model.")] = entry_of(node)
@@ -527,7 +527,7 @@ def step_told(recognised: Recognised) -> int | None:
     """The step of a checkpoint: as its name says it, or else as it tells itself."""
     if recognised.step is not None:
         return recognised.step
-    if recognised.layout in (Layout.LIGHTNING, Layout.TORCH_FILE):
+    if recognised.layout in (ForeignLayout.LIGHTNING, ForeignLayout.TORCH_FILE):
         return step_within(recognised.path)
     found = read_json(recognised.path / "trainer_state.json").get("global_step")
     return found if type(found) is int else None

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from holdfast.base import escaped
-from holdfast.checkpoint.foreign.contents import Entry, Piece
+from holdfast.checkpoint.foreign.contents import ForeignTensor, StoredBox
 from holdfast.errors import ConfigError, IncompleteStateError
 
 NameFunction = Callable[[str], str | None]
@@ -127,11 +127,11 @@ def _by_function(stored: Iterable[str], function: NameFunction) -> dict[str, str
     return found
 
 
-def unstacked(entries: Mapping[str, Entry], wanted: Collection[str]) -> dict[str, Entry]:
+def unstacked(entries: Mapping[str, ForeignTensor], wanted: Collection[str]) -> dict[str, ForeignTensor]:
     """Layers that are stacked under one name, each under its own, if the tracked model counts its layers."""
     if not any(re.search(r"(?:^|\.)layers\.\d+\.", name) for name in wanted):
         return dict(entries)
-    found: dict[str, Entry] = {}
+    found: dict[str, ForeignTensor] = {}
     for name, entry in entries.items():
         match = _STACKED.fullmatch(name)
         if match is None or not entry.shape:
@@ -142,13 +142,13 @@ def unstacked(entries: Mapping[str, Entry], wanted: Collection[str]) -> dict[str
     return found
 
 
-def _layer(entry: Entry, layer: int) -> Entry:
+def _layer(entry: ForeignTensor, layer: int) -> ForeignTensor:
     pieces = [
-        Piece(
+        StoredBox(
             piece.offsets[1:], piece.sizes[1:], piece.file, piece.start, piece.stride, piece.length,
             layer - piece.offsets[0],
         )
         for piece in entry.pieces
         if piece.offsets[0] <= layer < piece.offsets[0] + piece.sizes[0]
     ]  # fmt: skip
-    return Entry(entry.shape[1:], entry.dtype, tuple(pieces))
+    return ForeignTensor(entry.shape[1:], entry.dtype, tuple(pieces))

@@ -2,7 +2,7 @@
 
 Guarantee: names and the beginnings of files decide; nothing is unpickled, no torch is needed, nothing is
 changed, and no pointer is believed: `latest` and `latest_checkpointed_iteration.txt` are hints that are told.
-What is recognised may still be incomplete or damaged; `examination` says so.
+What is recognised may still be incomplete or damaged; `soundness` says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOCAL = re.compile(r"iter_(\d{7})_(\d+)_local\.pt")
 _ITERATION = re.compile(r"iter_\d{7}")
 
 
-class Layout(StrEnum):
+class ForeignLayout(StrEnum):
     DCP = "plain DCP"
     TORCHTITAN = "torchtitan"
     KEMPNER_FORGE = "KempnerForge"
@@ -51,7 +51,7 @@ class Recognised(NamedTuple):
 
     path: Path
     """A directory or a file; of what each rank keeps in a file of its own, the lowest rank's."""
-    layout: Layout
+    layout: ForeignLayout
     step: int | None
     """As its name says it; None if that says nothing."""
 
@@ -89,7 +89,7 @@ def checkpoints_in(directory: Path) -> list[Recognised]:
     unique: dict[object, Recognised] = {}
     for one in found:
         # Of what each rank keeps in a file of its own, the lowest rank's stands for all.
-        key = (one.step,) if one.layout is Layout.MEGATRON_LOCAL else one.path
+        key = (one.step,) if one.layout is ForeignLayout.MEGATRON_LOCAL else one.path
         unique.setdefault(key, one)
     return sorted(unique.values(), key=lambda one: (_order(one), one.name), reverse=True)
 
@@ -98,7 +98,7 @@ def _order(one: Recognised) -> int:
     """A file whose name says no step (`last.ckpt`) is read for it."""
     if one.step is not None:
         return one.step
-    if one.layout in (Layout.LIGHTNING, Layout.TORCH_FILE):
+    if one.layout in (ForeignLayout.LIGHTNING, ForeignLayout.TORCH_FILE):
         from holdfast.checkpoint.foreign.contents import step_within  # it builds on this
 
         return step_within(one.path) or -1
@@ -108,7 +108,7 @@ def _order(one: Recognised) -> int:
 def _locals(directory: Path) -> list[Recognised]:
     """Megatron's local checkpoints in a directory; each rank may have one of its own."""
     found = [
-        (int(match[2]), Recognised(entry, Layout.MEGATRON_LOCAL, int(match[1])))
+        (int(match[2]), Recognised(entry, ForeignLayout.MEGATRON_LOCAL, int(match[1])))
         for entry in directory.iterdir()
         if (match := _LOCAL.fullmatch(entry.name)) and entry.is_file() and not entry.is_symlink()
     ]
@@ -136,24 +136,28 @@ def rank_files(path: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _directory(path: Path) -> Layout | None:
+def _directory(path: Path) -> ForeignLayout | None:
     names = set(os.listdir(path))
     if MANIFEST in names or parse_name(path.name) is not None:
         return None
     is_dcp = METADATA in names or any(name.endswith(".distcp") for name in names)
     about = read_json(path / "metadata.json") if "metadata.json" in names else {}
     if "sharded_backend" in about or "common.pt" in names or (is_dcp and _ITERATION.fullmatch(path.name)):
-        return Layout.MEGATRON
+        return ForeignLayout.MEGATRON
     if "train_state.pt" in names or (is_dcp and "tokens_seen" in about) or "pp0" in names:
-        return Layout.KEMPNER_FORGE
+        return ForeignLayout.KEMPNER_FORGE
     if is_dcp:
-        return Layout.TORCHTITAN if re.fullmatch(r"step-\d+", path.name) and _is_titan(path) else Layout.DCP
+        return (
+            ForeignLayout.TORCHTITAN
+            if re.fullmatch(r"step-\d+", path.name) and _is_titan(path)
+            else ForeignLayout.DCP
+        )
     if "trainer_state.json" in names or (
         re.fullmatch(r"checkpoint-\d+", path.name) and names & {*WEIGHTS, "optimizer.pt"}
     ):
-        return Layout.HF_TRAINER
+        return ForeignLayout.HF_TRAINER
     if names & set(WEIGHTS):
-        return Layout.HF_MODEL
+        return ForeignLayout.HF_MODEL
     return None
 
 
@@ -170,17 +174,17 @@ def _is_titan(path: Path) -> bool:
     return weights_alone or "train_state.step" in meta.objects
 
 
-def _file(path: Path) -> Layout | None:
+def _file(path: Path) -> ForeignLayout | None:
     if _LOCAL.fullmatch(path.name):
-        return Layout.MEGATRON_LOCAL
+        return ForeignLayout.MEGATRON_LOCAL
     if path.suffix == ".ckpt":
-        return Layout.LIGHTNING
+        return ForeignLayout.LIGHTNING
     if path.suffix == ".safetensors":
-        return Layout.HF_MODEL
+        return ForeignLayout.HF_MODEL
     with path.open("rb") as stream:
         beginning = stream.read(len(LEGACY))
     is_archive = beginning.startswith(ZIP) or beginning == LEGACY
-    return Layout.TORCH_FILE if is_archive or (path.suffix in _FILES and not beginning) else None
+    return ForeignLayout.TORCH_FILE if is_archive or (path.suffix in _FILES and not beginning) else None
 
 
 def step_named(path: Path) -> int | None:

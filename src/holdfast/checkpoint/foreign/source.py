@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from holdfast.base import escaped
 from holdfast.checkpoint.foreign.archive import WIDTHS, ArchiveError, StoredTensor, open_file, read_archive
-from holdfast.checkpoint.foreign.contents import Entry, Piece, entry_of
+from holdfast.checkpoint.foreign.contents import ForeignTensor, StoredBox, entry_of
 from holdfast.checkpoint.format import Name, Offsets, Record
 from holdfast.errors import CheckpointError, IncompleteStateError
 
@@ -40,7 +40,7 @@ class PieceReader(StorageReader):
     """DCP's way to the tensors of a foreign checkpoint, under the names that it is given."""
 
     def __init__(
-        self, entries: Mapping[str, Entry], paths: Mapping[str, tuple[str, ...]] | None = None
+        self, entries: Mapping[str, ForeignTensor], paths: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
         """`paths`: what a name was made of, where its parts have dots themselves."""
         self._entries = entries
@@ -103,7 +103,7 @@ def read_into(tensors: dict[str, Any], reader: PieceReader) -> None:
         raise cause from error
 
 
-def _described(entry: Entry) -> TensorStorageMetadata:
+def _described(entry: ForeignTensor) -> TensorStorageMetadata:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"this torch has no {escaped(entry.dtype)}")
@@ -111,7 +111,7 @@ def _described(entry: Entry) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry.shape), chunks)
 
 
-def read_box(piece: Piece, dtype: str, offsets: Offsets, lengths: Offsets) -> torch.Tensor:
+def read_box(piece: StoredBox, dtype: str, offsets: Offsets, lengths: Offsets) -> torch.Tensor:
     """A box of a piece, as a tensor of its own on the host."""
     start, stride = piece.start, piece.stride
     try:
@@ -152,7 +152,7 @@ def _read(
 
 def values_of(tree: Any, what: str) -> Any:
     """A tree as plain values and tensors; an object of a class that is not known here is refused."""
-    if isinstance(tree, Entry):
+    if isinstance(tree, ForeignTensor):
         whole = torch.empty(tree.shape, dtype=getattr(torch, tree.dtype))
         read_into({what: whole}, PieceReader({what: tree}))
         return whole

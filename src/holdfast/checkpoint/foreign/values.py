@@ -94,7 +94,7 @@ def few(names: list[str]) -> str:
     return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
 
 
-class Look(NamedTuple):
+class ValueLook(NamedTuple):
     checked: bool = False
     odd: bool = False
     masked: bool = False
@@ -113,11 +113,11 @@ class _Item:
         sizes = dict(tensor.chunks).get(offsets or ()) if tensor is not None else None
         self._elements = math.prod(sizes) if sizes is not None else None
 
-    def look(self, inspection: Inspection) -> Look:
+    def look(self, inspection: Inspection) -> ValueLook:
         entry = self._entry
         where = f"{show_key(self._key)} at bytes {entry.offset}–{entry.offset + entry.length}"
         if os.pread(self._fd, len(ZIP), entry.offset) != ZIP:
-            return Look()
+            return ValueLook()
         odd = masked = False
         held = 0
         try:
@@ -135,12 +135,12 @@ class _Item:
             inspection.add(
                 Reason.ALTERED, entry.path, f"{where} is not what was written: {escaped(str(error))}"
             )
-            return Look(checked=True)
+            return ValueLook(checked=True)
         width = WIDTHS.get(self._dtype)
         if self._elements is not None and width is not None and held != self._elements * width:
             expected = f"expected {self._elements * width} bytes of values, found {held}"
             inspection.add(Reason.INCOMPLETE, entry.path, f"{where}: {expected}")
-        return Look(checked=True, odd=odd, masked=masked)
+        return ValueLook(checked=True, odd=odd, masked=masked)
 
 
 def blocks(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Iterator[bytes]:
@@ -161,19 +161,19 @@ _FLOATS = {
 """How a value is stored, and the exponent that only NaN and the infinities have."""
 
 
-def not_finite(dtype: str, block: bytes) -> Look:
+def not_finite(dtype: str, block: bytes) -> ValueLook:
     """Whether there is a NaN or an infinity above zero (`odd`), or one below (`masked`)."""
     import numpy as np
 
     if dtype == "float8_e4m3fn":  # it has no infinities, and one NaN
-        return Look(odd=bool(((np.frombuffer(block, "u1") & 0x7F) == 0x7F).any()))
+        return ValueLook(odd=bool(((np.frombuffer(block, "u1") & 0x7F) == 0x7F).any()))
     if dtype not in _FLOATS:
-        return Look()
+        return ValueLook()
     form, exponent = _FLOATS[dtype]
     width = np.dtype(form).itemsize
     bits: npt.NDArray[np.unsignedinteger] = np.frombuffer(block[: len(block) // width * width], form)
     special = bits[(bits & exponent) == exponent]
     if not special.size:
-        return Look()
+        return ValueLook()
     below = special == ((1 << (8 * width - 1)) | exponent)
-    return Look(odd=not bool(below.all()), masked=bool(below.any()))
+    return ValueLook(odd=not bool(below.all()), masked=bool(below.any()))

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         StorageEntry,
         StorageKey,
         StoredMetadata,
+        TensorEntry,
         Vocabulary,
         read_pickle,
         show_key,

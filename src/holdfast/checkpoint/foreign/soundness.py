@@ -26,7 +26,7 @@ from holdfast.checkpoint.foreign.archive import (
 from holdfast.checkpoint.foreign.contents import Contents, ForeignError, read_contents, weights_of
 from holdfast.checkpoint.foreign.recognition import (
     WEIGHTS,
-    Layout,
+    ForeignLayout,
     Recognised,
     rank_files,
     read_json,
@@ -43,7 +43,7 @@ from holdfast.checkpoint.format import (
 )
 
 UNVERIFIED = "it has no digests: its bytes are unverified, and the first save after it makes them verified"
-_DCP = (Layout.DCP, Layout.TORCHTITAN, Layout.KEMPNER_FORGE, Layout.MEGATRON)
+_DCP = (ForeignLayout.DCP, ForeignLayout.TORCHTITAN, ForeignLayout.KEMPNER_FORGE, ForeignLayout.MEGATRON)
 _ASIDE = ("callbacks", "loops")
 """Where Lightning keeps numbers that are no state of training; a best score begins as infinity."""
 
@@ -58,9 +58,9 @@ def examine(
         notes += _look_into_dcp(recognised, inspection, quick=quick, progress=progress)
     if inspection.sound:
         files = _Files(inspection, recognised.path, progress)
-        if recognised.layout in (Layout.HF_MODEL, Layout.HF_TRAINER):
+        if recognised.layout in (ForeignLayout.HF_MODEL, ForeignLayout.HF_TRAINER):
             _look_into_tensor_files(recognised, files, quick=quick)
-        elif recognised.layout is Layout.MEGATRON_LOCAL:
+        elif recognised.layout is ForeignLayout.MEGATRON_LOCAL:
             _look_into_ranks(recognised, files, quick=quick)
         for path in _archives(recognised):
             files.archive(path, quick=quick)
@@ -76,21 +76,21 @@ def examine(
 def _archives(recognised: Recognised) -> list[Path]:
     """The files of torch.save that belong to it."""
     path = recognised.path
-    if recognised.layout in (Layout.LIGHTNING, Layout.TORCH_FILE):
+    if recognised.layout in (ForeignLayout.LIGHTNING, ForeignLayout.TORCH_FILE):
         return [path]
-    if recognised.layout is Layout.MEGATRON_LOCAL:
+    if recognised.layout is ForeignLayout.MEGATRON_LOCAL:
         return list(rank_files(path).values())
     named = {
-        Layout.MEGATRON: ["common.pt"],
-        Layout.KEMPNER_FORGE: ["train_state.pt"],
-        Layout.HF_TRAINER: ["optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"],
+        ForeignLayout.MEGATRON: ["common.pt"],
+        ForeignLayout.KEMPNER_FORGE: ["train_state.pt"],
+        ForeignLayout.HF_TRAINER: ["optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"],
     }.get(recognised.layout, [])
     found = [
         path / name for name in named if (path / name).exists() or name in ("common.pt", "train_state.pt")
     ]
-    if recognised.layout is Layout.HF_TRAINER:
+    if recognised.layout is ForeignLayout.HF_TRAINER:
         found += sorted(path.glob("rng_state_*.pth"))
-    if recognised.layout in (Layout.HF_TRAINER, Layout.HF_MODEL) and path.is_dir():
+    if recognised.layout in (ForeignLayout.HF_TRAINER, ForeignLayout.HF_MODEL) and path.is_dir():
         first = next((name for name in WEIGHTS if (path / name).exists()), "")
         if first.startswith("pytorch_model.bin"):
             found += sorted(path.glob("pytorch_model*.bin"))
@@ -102,7 +102,7 @@ def _look_into_dcp(
 ) -> list[str]:
     path = recognised.path
     stages = [path]
-    if recognised.layout is Layout.KEMPNER_FORGE and not (path / METADATA).exists():
+    if recognised.layout is ForeignLayout.KEMPNER_FORGE and not (path / METADATA).exists():
         stages = sorted(one for one in path.glob("pp*") if one.is_dir()) or [path]
     notes: list[str] = []
     for stage in stages:
@@ -280,16 +280,20 @@ def _cross_check(recognised: Recognised, inspection: Inspection) -> list[str]:
     elif named is not None and found.step != named:
         detail = f"it is of step {found.step}, and is named {escaped(recognised.name)}"
         inspection.add(Reason.WRONG_NAME, ".", detail)
-    if recognised.layout is Layout.MEGATRON:
+    if recognised.layout is ForeignLayout.MEGATRON:
         _check_megatron(recognised, found, inspection)
-    if recognised.layout is Layout.HF_TRAINER:
+    if recognised.layout is ForeignLayout.HF_TRAINER:
         _check_trainer(recognised, found, inspection)
     told = [f"holds {', '.join(_words(found))}"]
     return told + [escaped(note, 500) for note in found.notes]
 
 
 def _lowest(recognised: Recognised) -> int:
-    return min(rank_files(recognised.path), default=0) if recognised.layout is Layout.MEGATRON_LOCAL else 0
+    return (
+        min(rank_files(recognised.path), default=0)
+        if recognised.layout is ForeignLayout.MEGATRON_LOCAL
+        else 0
+    )
 
 
 def _words(found: Contents) -> Iterator[str]:
