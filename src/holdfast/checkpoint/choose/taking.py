@@ -27,13 +27,13 @@ from holdfast.checkpoint.foreign import (
     RNG,
     SCALER,
     SCHEDULE,
+    BoxReader,
     Contents,
     ForeignError,
     ForeignLayout,
     ForeignPart,
     ForeignTensor,
     NameFunction,
-    PieceReader,
     Recognised,
     StoredTensor,
     entry_of,
@@ -110,7 +110,7 @@ class _Taking:
             for name, thing in tracked.named_optimizers()
             if name in taken and tracked.kind(name) == "optimizer"
         }
-        reader = PieceReader(self._entries, self._paths)
+        reader = BoxReader(self._entries, self._paths)
         metadata = reader.read_metadata()
         tensors, others = tracked.collect()
         for name in tracked.names():
@@ -218,7 +218,7 @@ class _Taking:
     # --- weights ------------------------------------------------------------------------------------------
 
     def _place_weights(self, name: str, model: nn.Module, part: ForeignPart) -> None:
-        live = flatten({"": module.targets(model, name, {}, PieceReader({}).read_metadata())})
+        live = flatten({"": module.targets(model, name, {}, BoxReader({}).read_metadata())})
         wanted = {one.removeprefix("."): tensor for one, tensor in live.items()}
         entries = part.tensors
         if self._layout in (ForeignLayout.MEGATRON, ForeignLayout.MEGATRON_LOCAL):
@@ -309,7 +309,7 @@ class _Taking:
         return self._hyper_parameters(name, live, saved, numbered=numbered), plain
 
     def _live_groups(self, name: str, optimizer: torch.optim.Optimizer) -> list[dict[str, nn.Parameter]]:
-        found = self._tracked.stock_targets(name, PieceReader({}).read_metadata())
+        found = self._tracked.stock_targets(name, BoxReader({}).read_metadata())
         assert found is not None
         return [
             dict(zip(group["params"], live["params"], strict=True))

@@ -76,7 +76,7 @@ class ForeignTensor(NamedTuple):
 
     shape: Offsets
     dtype: str
-    pieces: tuple[StoredBox, ...]
+    boxes: tuple[StoredBox, ...]
 
 
 @dataclass
@@ -315,13 +315,13 @@ def _metadata(directory: Path) -> StoredMetadata:
 def _entries(meta: StoredMetadata, directory: Path) -> dict[str, ForeignTensor]:
     entries: dict[str, ForeignTensor] = {}
     for name, tensor in meta.tensors.items():
-        pieces = []
+        boxes = []
         for offsets, sizes in tensor.chunks:
             place = meta.storage.get((name, offsets))
             if place is not None:
                 file = directory / place.path
-                pieces.append(StoredBox(offsets, sizes, file, place.offset, None, place.length))
-        entries[name] = ForeignTensor(tensor.shape, tensor.dtype, tuple(pieces))
+                boxes.append(StoredBox(offsets, sizes, file, place.offset, None, place.length))
+        entries[name] = ForeignTensor(tensor.shape, tensor.dtype, tuple(boxes))
     return entries
 
 
@@ -413,8 +413,8 @@ def _kempner(found: Contents) -> None:
     for stage in stages:
         meta = _metadata(stage)
         entries |= _entries(meta, stage)
-        for name, value in _objects(meta, stage, "optimizer.param_groups"):
-            groups = value if name == "optimizer.param_groups" and len(stages) == 1 else groups
+        if len(stages) == 1:  # the groups of several stages have the same numbers
+            groups = _groups(dict(_objects(meta, stage, "optimizer.param_groups")))
         ranks = _ranks_in(meta)
         found.world = max(found.world or 0, ranks or 0) or None
     found.parts[MODEL] = ForeignPart(MODEL, _split(entries, "model."))
@@ -431,6 +431,20 @@ def _kempner(found: Contents) -> None:
                 found.parts[kind] = ForeignPart(kind, tree=tree[kind], of_ranks=int(kind == DATA))
         if RNG in tree:
             found.parts[RNG] = ForeignPart(RNG, tree=tree[RNG], of_ranks=1)  # rank 0's, which it gives to all
+
+
+def _groups(objects: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Parameter groups as DCP stores them: whole, or each value under its group's number."""
+    prefix = "optimizer.param_groups"
+    if prefix in objects:
+        whole = objects[prefix]
+        return whole if isinstance(whole, list) else None
+    found: dict[int, dict[str, Any]] = {}
+    for name, value in objects.items():
+        number, _, key = name.removeprefix(f"{prefix}.").partition(".")
+        if number.isdecimal() and key:
+            found.setdefault(int(number), {})[key] = value
+    return [found[number] for number in sorted(found)] or None
 
 
 def _megatron(found: Contents) -> None:

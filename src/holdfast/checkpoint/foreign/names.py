@@ -143,12 +143,12 @@ def unstacked(entries: Mapping[str, ForeignTensor], wanted: Collection[str]) -> 
 
 
 def _layer(entry: ForeignTensor, layer: int) -> ForeignTensor:
-    pieces = [
+    boxes = [
         StoredBox(
-            piece.offsets[1:], piece.sizes[1:], piece.file, piece.start, piece.stride, piece.length,
-            layer - piece.offsets[0],
+            box.offsets[1:], box.sizes[1:], box.file, box.start, box.stride, box.length,
+            layer - box.offsets[0],
         )
-        for piece in entry.pieces
-        if piece.offsets[0] <= layer < piece.offsets[0] + piece.sizes[0]
+        for box in entry.boxes
+        if box.offsets[0] <= layer < box.offsets[0] + box.sizes[0]
     ]  # fmt: skip
-    return ForeignTensor(entry.shape[1:], entry.dtype, tuple(pieces))
+    return ForeignTensor(entry.shape[1:], entry.dtype, tuple(boxes))

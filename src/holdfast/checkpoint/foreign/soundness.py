@@ -183,9 +183,9 @@ class _Files:
         except (ArchiveError, OSError) as error:
             self.add(path, f"cannot be read: {getattr(error, 'strerror', None) or error}", Reason.UNREADABLE)
 
-    def _values(self, dtype: str, pieces: Iterator[bytes], name: str) -> None:
+    def _values(self, dtype: str, boxes: Iterator[bytes], name: str) -> None:
         odd = masked = False
-        for block in pieces:
+        for block in boxes:
             if self._progress is not None:
                 self._progress(len(block))
             if dtype:
@@ -240,7 +240,7 @@ def _look_into_tensor_files(recognised: Recognised, files: _Files, *, quick: boo
             return
         files.count(path)
         stored = [
-            (name, StoredTensor(path, one.dtype, one.shape, one.pieces[0].start, one.pieces[0].stride or ()))
+            (name, StoredTensor(path, one.dtype, one.shape, one.boxes[0].start, one.boxes[0].stride or ()))
             for name, one in tensors.items()
         ]
         if not quick:

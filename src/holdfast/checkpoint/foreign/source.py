@@ -36,7 +36,7 @@ from holdfast.checkpoint.format import Name, Offsets, Record
 from holdfast.errors import CheckpointError, IncompleteStateError
 
 
-class PieceReader(StorageReader):
+class BoxReader(StorageReader):
     """DCP's way to the tensors of a foreign checkpoint, under the names that it is given."""
 
     def __init__(
@@ -78,19 +78,19 @@ class PieceReader(StorageReader):
                 raise CheckpointError(f"{item.storage_index.fqn}: an object where a tensor is wanted")
             entry = self._entries[item.storage_index.fqn]
             at = item.storage_index.offset
-            piece = next((one for one in entry.pieces if at is None or one.offsets == tuple(at)), None)
-            if piece is None:
+            box = next((one for one in entry.boxes if at is None or one.offsets == tuple(at)), None)
+            if box is None:
                 raise CheckpointError(f"incomplete: {item.storage_index.fqn}: a part of it is stored nowhere")
-            box = read_box(piece, entry.dtype, tuple(item.storage_offsets), tuple(item.lengths))
+            values = read_box(box, entry.dtype, tuple(item.storage_offsets), tuple(item.lengths))
             target = planner.resolve_tensor(item).detach()
-            target.copy_(box)
+            target.copy_(values)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def read_into(tensors: dict[str, Any], reader: PieceReader) -> None:
+def read_into(tensors: dict[str, Any], reader: BoxReader) -> None:
     """Fill these tensors, by this rank alone."""
     if not tensors:
         return
@@ -107,28 +107,28 @@ def _described(entry: ForeignTensor) -> TensorStorageMetadata:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"this torch has no {escaped(entry.dtype)}")
-    chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in entry.pieces]
+    chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in entry.boxes]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry.shape), chunks)
 
 
-def read_box(piece: StoredBox, dtype: str, offsets: Offsets, lengths: Offsets) -> torch.Tensor:
-    """A box of a piece, as a tensor of its own on the host."""
-    start, stride = piece.start, piece.stride
+def read_box(box: StoredBox, dtype: str, offsets: Offsets, lengths: Offsets) -> torch.Tensor:
+    """What lies in a part of a box, as a tensor of its own on the host."""
+    start, stride = box.start, box.stride
     try:
         if stride is None:
-            stored = read_archive(piece.file, start=start, length=piece.length).tree
+            stored = read_archive(box.file, start=start, length=box.length).tree
             if not isinstance(stored, StoredTensor) or stored.dtype != dtype:
                 raise ArchiveError(f"an item holds something else than a tensor of {dtype}")
             start, stride = stored.start, stored.stride
-            sizes = stored.shape[1:] if piece.row is not None else stored.shape
-            if sizes != piece.sizes:
-                raise ArchiveError(f"an item of shape {list(sizes)} stands where {list(piece.sizes)} should")
-        if piece.row is not None:
-            start, stride = start + piece.row * stride[0] * WIDTHS[dtype], stride[1:]
-        return _read(piece.file, dtype, start, stride, offsets, lengths)
+            sizes = stored.shape[1:] if box.row is not None else stored.shape
+            if sizes != box.sizes:
+                raise ArchiveError(f"an item of shape {list(sizes)} stands where {list(box.sizes)} should")
+        if box.row is not None:
+            start, stride = start + box.row * stride[0] * WIDTHS[dtype], stride[1:]
+        return _read(box.file, dtype, start, stride, offsets, lengths)
     except (ArchiveError, OSError) as error:
         why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"unreadable: {piece.file.name}: {why}") from error
+        raise CheckpointError(f"unreadable: {box.file.name}: {why}") from error
 
 
 def _read(
@@ -154,7 +154,7 @@ def values_of(tree: Any, what: str) -> Any:
     """A tree as plain values and tensors; an object of a class that is not known here is refused."""
     if isinstance(tree, ForeignTensor):
         whole = torch.empty(tree.shape, dtype=getattr(torch, tree.dtype))
-        read_into({what: whole}, PieceReader({what: tree}))
+        read_into({what: whole}, BoxReader({what: tree}))
         return whole
     if isinstance(tree, StoredTensor):
         return values_of(entry_of(tree), what)
@@ -174,7 +174,7 @@ def values_of(tree: Any, what: str) -> Any:
 
 def _of_record(record: Record, what: str) -> Any:
     word = record.cls.rpartition(".")[2]
-    if record.cls.startswith("numpy.") and word in ("_reconstruct", "scalar"):
+    if record.cls.startswith("numpy.") and word in ("_reconstruct", "_frombuffer", "scalar"):
         return _array(record, what)
     if word in ("set", "frozenset") and record.cls.startswith(("builtins.", "__builtin__.")):
         members = record.arguments[0] if record.arguments else record.items
@@ -189,11 +189,16 @@ def _array(record: Record, what: str) -> Any:
     """An array or a number of numpy, of its bytes."""
     import numpy as np
 
-    if record.cls.endswith("scalar"):
-        described, shape, data = record.arguments[0], None, record.arguments[1]
+    shape: Any = None
+    order_of: Any = "C"
+    if record.cls.endswith(".scalar"):
+        described, data = (*record.arguments, None, None)[:2]
+    elif record.cls.endswith("._frombuffer"):  # protocol 5
+        data, described, shape, order_of = (*record.arguments, None, None, None, None)[:4]
     else:
         state = record.state if isinstance(record.state, tuple) and len(record.state) == 5 else (None,) * 5
-        _, shape, described, _, data = state
+        _, shape, described, is_fortran, data = state
+        order_of = "F" if is_fortran else "C"
     code = described.arguments[0] if isinstance(described, Record) and described.arguments else None
     if not isinstance(code, str) or not isinstance(data, bytes):
         raise _refused(record.cls, what)
@@ -204,7 +209,7 @@ def _array(record: Record, what: str) -> Any:
     found = np.frombuffer(data, kind).copy()
     if shape is None:
         return found[0]
-    return found.reshape(shape, order="F" if record.state[3] else "C")
+    return found.reshape(shape, order="F" if order_of == "F" else "C")
 
 
 def _refused(cls: str, what: str) -> IncompleteStateError:
