@@ -21,6 +21,8 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): the first time this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@# Without what it asks for: torchtitan wants an older `datasets`, and wandb, which no test of ours needs.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0
 	@touch $@
 
 demo: $(READY)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from holdfast.checkpoint.format import is_url
-from holdfast.cli import ckpt_copies, ckpt_import, ckpt_inspect, clean
+from holdfast.cli import ckpt_copies, ckpt_inspect, clean
 from holdfast.cli.output import CONFIG, JSON, ROOT, Bar, print_columns, print_json, show_bytes, show_time
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ app.command("diff")(ckpt_inspect.diff)
 app.command("condemn")(ckpt_inspect.condemn)
 app.command("acquit")(ckpt_inspect.acquit)
 app.command("export")(ckpt_inspect.export)
-app.command("import")(ckpt_import.import_checkpoint)
+app.command("import")(ckpt_inspect.import_checkpoint)
 app.command("gc")(clean.gc)
 
 

@@ -1,4 +1,4 @@
-"""`holdfast ckpt locate`, `diff`, `export`, `condemn` and `acquit`.
+"""`holdfast ckpt locate`, `diff`, `export`, `import`, `condemn` and `acquit`.
 
 `condemn` and `acquit` act under the run's lease, so never beside a live run, and write standing records; no
 checkpoint is touched. What was saved from a condemned checkpoint is condemned with it, because it carries on
@@ -290,6 +290,42 @@ def _size(text: str) -> int:
         raise UsageError(f"--shard-size {text!r} is not a size such as 5GB")
     size: int = int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
     return size
+
+
+def import_checkpoint(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Another project's checkpoint, or a directory of them.")
+    ],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of the run to make.")],
+    parts: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="A part to take over, such as model; repeat it. Default: all of them."),
+    ] = None,
+    names: Annotated[
+        str,
+        typer.Option(help="The function that says which name a stored one gets: package.module:function."),
+    ] = "",
+    as_json: JSON = False,
+) -> None:
+    """Convert another project's checkpoint to one of ours, verified from then on, in a run of its own.
+
+    Exits with 0 if it was committed, 1 if SRC is not sound, 2 if the request cannot be carried out, 25 if a
+    part of it cannot be carried over.
+    """
+    import msgspec
+
+    from holdfast.recover import convert
+
+    done = convert(source, run_dir, parts=parts or [], names=names)
+    if as_json:
+        _print_json(msgspec.to_builtins(done))
+        return
+    for line in done.passed_over:
+        typer.echo(f"passed over: {line}")
+    typer.echo(f"{done.path}: step {done.step}, {', '.join(done.parts)} of {done.source} ({done.layout})")
+    for note in done.notes:
+        typer.echo(f"  {note}")
+    typer.echo(f"It has digests now. A run begins with it by checkpoint.resume_from = {done.path!r}")
 
 
 def _print_json(value: Any) -> None:

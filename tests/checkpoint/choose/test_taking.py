@@ -24,9 +24,9 @@ from holdfast.checkpoint.foreign.recognition import recognise
 from holdfast.checkpoint.state import Tracked, first_difference
 from holdfast.errors import IncompleteStateError, NoValidRungError
 from holdfast.journal import read_journal
-from kit import foreign
 from kit.commands import ckpt
 from kit.tiny import checkpoints, forked
+from kit.worlds import foreign
 
 
 def tracked(*parts: str) -> tuple[Tracked, dict[str, Any]]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from holdfast.checkpoint.foreign.recognition import checkpoints_in, hints, rank_files, recognise
-from kit import foreign
 from kit.harness import finish
 from kit.tiny import tree
+from kit.worlds import foreign
 
 
 @pytest.mark.parametrize("layout", foreign.LAYOUTS)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.checkpoint.foreign.recognition import recognise
 from holdfast.checkpoint.foreign.soundness import examine
-from kit import foreign
 from kit.commands import ckpt
 from kit.tiny import tree
+from kit.worlds import foreign
 
 
 @pytest.mark.parametrize("layout", foreign.LAYOUTS)

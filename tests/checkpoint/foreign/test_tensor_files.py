@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.checkpoint.foreign.source import values_of
 from holdfast.checkpoint.foreign.tensor_files import TensorFileError, merged, read_index, read_tensor_file
-from kit import foreign
+from kit.worlds import foreign
 
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),

@@ -1,4 +1,4 @@
-"""`holdfast ckpt import`: another project's checkpoint becomes one of ours, in a run of its own.
+"""Another project's checkpoint becomes one of ours, in a run of its own: `holdfast ckpt import`.
 
 Guarantee: what is committed is what was stored, part for part, or nothing is: a part that cannot be carried
 over without the script that it is of (an optimizer that numbers its parameters) is refused by its name,
@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
-
-from holdfast.cli.output import JSON, print_json
 
 if TYPE_CHECKING:
     import torch
@@ -35,36 +32,8 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     parts: list[str]
     notes: list[str] = []
-
-
-def import_checkpoint(
-    source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Another project's checkpoint, or a directory of them.")
-    ],
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of the run to make.")],
-    parts: Annotated[
-        list[str] | None,
-        typer.Option("--part", help="A part to take over, such as model; repeat it. Default: all of them."),
-    ] = None,
-    names: Annotated[
-        str,
-        typer.Option(help="The function that says which name a stored one gets: package.module:function."),
-    ] = "",
-    as_json: JSON = False,
-) -> None:
-    """Convert another project's checkpoint to one of ours, verified from then on, in a run of its own.
-
-    Exits with 0 if it was committed, 1 if SRC is not sound, 2 if the request cannot be carried out, 25 if a
-    part of it cannot be carried over.
-    """
-    done = convert(source, run_dir, parts=parts or [], names=names)
-    if as_json:
-        print_json(msgspec.to_builtins(done))
-        return
-    typer.echo(f"{done.path}: step {done.step}, {', '.join(done.parts)} of {done.source} ({done.layout})")
-    for note in done.notes:
-        typer.echo(f"  {note}")
-    typer.echo(f"It has digests now. A run begins with it by checkpoint.resume_from = {done.path!r}")
+    passed_over: list[str] = []
+    """Newer ones that are not sound, and why."""
 
 
 def convert(source: Path, run_dir: Path, *, parts: list[str], names: str = "") -> Imported:
@@ -75,7 +44,7 @@ def convert(source: Path, run_dir: Path, *, parts: list[str], names: str = "") -
 
     if run_dir.exists() and any(run_dir.iterdir()):
         raise UsageError(f"{run_dir} is not empty; give a directory for a run of its own")
-    recognised = _newest_sound(source)
+    recognised, passed_over = _newest_sound(source)
     try:
         contents = read_contents(recognised)
     except ForeignError as error:
@@ -98,11 +67,12 @@ def convert(source: Path, run_dir: Path, *, parts: list[str], names: str = "") -
     path = run.settings.checkpoint_root() / str(name)
     return Imported(
         path=str(path), step=name.step, source=str(recognised.path), layout=str(recognised.layout),
-        parts=list(chosen), notes=[*notes, *contents.notes],
+        parts=list(chosen), notes=[*notes, *contents.notes], passed_over=passed_over,
     )  # fmt: skip
 
 
-def _newest_sound(source: Path) -> Recognised:
+def _newest_sound(source: Path) -> tuple[Recognised, list[str]]:
+    """The newest that is sound, and why those above it are not."""
     from holdfast.checkpoint.foreign import checkpoints_in, examine, recognise
     from holdfast.errors import CheckpointError, UsageError
 
@@ -117,9 +87,7 @@ def _newest_sound(source: Path) -> Recognised:
     for candidate in found:
         inspection, _ = examine(candidate)
         if inspection.sound:
-            for line in told:
-                typer.echo(f"passed over: {line}", err=True)
-            return candidate
+            return candidate, told
         told.append(f"{candidate.path}: {inspection.problems[0]}")
     shown = "\n  ".join(told)
     raise CheckpointError(f"nothing was imported: no checkpoint in {source} is sound:\n  {shown}")
@@ -152,11 +120,11 @@ def _stand_ins(contents: Contents, chosen: Mapping[str, ForeignPart], names: str
         if part.kind == "optimizer":
             found[name] = _optimizer(name, part, contents, names, parameters)
         elif part.kind != "model":
-            found[name] = Kept()
+            found[name] = KeptState()
     return found
 
 
-class Kept:
+class KeptState:
     """Keeps a state as it was given."""
 
     def __init__(self) -> None:
