@@ -19,10 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
+from holdfast.checkpoint.choose.load import load_stock
 from holdfast.checkpoint.choose.taking import load_foreign
 from holdfast.checkpoint.foreign.recognition import recognise
 from holdfast.checkpoint.state import Tracked, first_difference
-from holdfast.errors import IncompleteStateError, NoValidRungError
+from holdfast.errors import CheckpointError, IncompleteStateError, NoValidRungError
 from holdfast.journal import read_journal
 from kit.commands import ckpt
 from kit.tiny import checkpoints, forked
@@ -314,3 +315,71 @@ def test_two_ranks_read_their_shards_from_files_of_one(layout: str, tmp_path: Pa
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(forked, partial(rank_of_two, rank, tmp_path, path)) for rank in (0, 1)]
     assert [rank.result() for rank in ranks] == [0, 0]
+
+
+# --- strangers ----------------------------------------------------------------------------------------------
+
+
+class Sprung:
+    """What a hostile checkpoint would have run."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch sprung",)
+
+
+@pytest.mark.parametrize("layout", ["Lightning", "torch file", "Megatron", "Hugging Face Trainer"])
+def test_nothing_that_is_stored_is_run_wherever_it_lies(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = foreign.LAYOUTS[layout](tmp_path / "theirs")
+    file = {"Megatron": path / "common.pt", "Hugging Face Trainer": path / "scheduler.pt"}.get(layout, path)
+    state = torch.load(file, weights_only=False)
+    torch.save({**state, "more": Sprung()}, file)
+    assert ckpt("ls", path).code == 0
+    assert ckpt("verify", path).code == 0
+    found, _ = tracked()
+    if layout == "Hugging Face Trainer":
+        with pytest.raises(
+            IncompleteStateError, match=r"schedule\.more holds an object of (posix|nt)\.system"
+        ):
+            load(path, found)
+    else:
+        load(path, found, fresh=["rng"])
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_generator_of_one_rank_in_a_flat_file_is_not_given_to_two(tmp_path: Path) -> None:
+    path = foreign.torch_file(tmp_path)
+    torch.save({**torch.load(path), "rng_state": foreign.generators()}, path)
+    found, _ = tracked()
+    with pytest.raises(IncompleteStateError, match="its rng is of 1 rank alone, and 2 ranks would resume"):
+        load(path, found, world=2)
+    assert "rng" not in load(path, found, world=2, fresh=["rng"]).own
+    assert "rng" in load(path, found).own
+
+
+def test_the_step_is_the_one_that_a_file_tells_whatever_its_name(tmp_path: Path) -> None:
+    foreign.torch_file(tmp_path, step=1200).rename(tmp_path / "epoch3.pt")
+    run, _ = begin(tmp_path / "run", tmp_path / "epoch3.pt")
+    run.close()
+    assert run.step == 1200
+
+
+def test_weights_that_lie_about_are_no_run_to_go_on_from(tmp_path: Path) -> None:
+    """A directory in which a run is to begin may hold weights for whatever purpose."""
+    torch.save(foreign.trained()[0].state_dict(), tmp_path / "pretrained.pt")
+    assert holdfast.resolve_resume(tmp_path).chosen == "fresh start"
+
+
+def test_plain_metadata_makes_no_class_but_its_own(tmp_path: Path) -> None:
+    """Vetted once as data, and once more by whoever makes torch's objects of it."""
+    state = {"model": foreign.build()[0].state_dict()}
+    foreign.save_dcp(state, tmp_path / "step_7")
+    data = (tmp_path / "step_7" / ".metadata").read_bytes()
+    found, _ = tracked("model")
+    load_stock(tmp_path / "step_7", found)
+    assert data.count(b"TensorProperties") > 0
+    (tmp_path / "step_7" / ".metadata").write_bytes(data.replace(b"TensorProperties", b"TensorPropertieZ"))
+    with pytest.raises(CheckpointError, match=r"malformed \.metadata: it refers to .*TensorPropertieZ"):
+        load_stock(tmp_path / "step_7", found)

@@ -19,14 +19,16 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
+from holdfast.base import read_regular
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import AssembledShards
-from holdfast.checkpoint.format import Manifest, ManifestError
+from holdfast.checkpoint.format import METADATA, Manifest, ManifestError, MetadataError, unpickle
 from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.save import own_prefix
 from holdfast.checkpoint.state import (
     GRADIENTS,
@@ -298,6 +300,23 @@ def _load_tensors(state: dict[str, Any], reader: StorageReader) -> None:
         raise cause from error
 
 
+class StockReader(FileSystemReader):
+    """torch's reader, but for `.metadata`: no class is made of it but those that metadata consists of."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        try:
+            found = unpickle(read_regular(Path(self.path) / METADATA, metadatas.MAX_METADATA_BYTES))
+        except MetadataError as error:
+            raise CheckpointError(f"malformed {METADATA}: {error}") from error
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"malformed {METADATA}: it describes no checkpoint")
+        if found.storage_meta is None:
+            found.storage_meta = StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
 def load_stock(
     directory: Path, tracked: Tracked, *, needs_data: bool = False, fresh: Collection[str] = ()
 ) -> LoadedState:
@@ -306,7 +325,7 @@ def load_stock(
     Models must be there in full, and so must be whatever else `fresh` does not name. The caller has checked
     the directory's completeness without unpickling it.
     """
-    reader = FileSystemReader(directory)
+    reader = StockReader(directory)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
     parts = dict.fromkeys(key.partition(".")[0] for key in stored)

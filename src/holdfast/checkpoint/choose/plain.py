@@ -43,7 +43,16 @@ def is_plain_root(directory: Path) -> bool:
         return is_checkpoint(directory)
     if not directory.is_dir() or (directory / "run.json").exists():
         return False
-    return is_checkpoint(directory) or (directory / MARKER).exists() or bool(directories(directory))
+    if is_checkpoint(directory) or (directory / MARKER).exists():
+        return True
+    return any(not _is_loose(path) for path in directories(directory))
+
+
+def _is_loose(path: Path) -> bool:
+    """Weights that lie about, in a directory where a run may be meant to begin: no checkpoint of a series."""
+    found = recognise(path)
+    loose = (ForeignLayout.TORCH_FILE, ForeignLayout.HF_MODEL)
+    return found is not None and found.layout in loose and found.step is None
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -74,10 +83,11 @@ def step_of(path: Path) -> int | None:
     ours = parse_name(path.name)
     if ours is not None:
         return ours.step
-    if found := _STEP.fullmatch(path.name):
-        return int(found[1])
     foreign = recognise(path)
-    return step_told(foreign) if foreign is not None else None
+    if foreign is not None and foreign.layout is not ForeignLayout.DCP:
+        return step_told(foreign)
+    found = _STEP.fullmatch(path.name)
+    return int(found[1]) if found else None
 
 
 # --- one checkpoint ----------------------------------------------------------------------------------------

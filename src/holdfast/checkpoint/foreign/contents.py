@@ -538,10 +538,14 @@ def _collect_local(node: Any, prefix: str, found: dict[str, ForeignTensor]) -> N
 
 
 def step_told(recognised: Recognised) -> int | None:
-    """The step of a checkpoint: as its name says it, or else as it tells itself."""
+    """The step of a checkpoint: as it tells itself, where that is cheap to know, or else as its name says.
+
+    People name files as they like (`epoch3.pt`); a directory of another step than its name's is unsound.
+    """
+    if recognised.layout in (ForeignLayout.LIGHTNING, ForeignLayout.TORCH_FILE):
+        told = step_within(recognised.path)
+        return told if told is not None else recognised.step
     if recognised.step is not None:
         return recognised.step
-    if recognised.layout in (ForeignLayout.LIGHTNING, ForeignLayout.TORCH_FILE):
-        return step_within(recognised.path)
     found = read_json(recognised.path / "trainer_state.json").get("global_step")
     return found if type(found) is int else None

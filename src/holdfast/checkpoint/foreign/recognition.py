@@ -95,14 +95,11 @@ def checkpoints_in(directory: Path) -> list[Recognised]:
 
 
 def _order(one: Recognised) -> int:
-    """A file whose name says no step (`last.ckpt`) is read for it."""
-    if one.step is not None:
-        return one.step
-    if one.layout in (ForeignLayout.LIGHTNING, ForeignLayout.TORCH_FILE):
-        from holdfast.checkpoint.foreign.contents import step_within  # it builds on this
+    """A file is read for its step, whatever its name says (`last.ckpt`)."""
+    from holdfast.checkpoint.foreign.contents import step_told  # it builds on this
 
-        return step_within(one.path) or -1
-    return -1
+    step = step_told(one)
+    return step if step is not None else -1
 
 
 def _locals(directory: Path) -> list[Recognised]:
