@@ -8,6 +8,7 @@ import random
 import shutil
 import warnings
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast.checkpoint.state import first_difference
+from holdfast.checkpoint.choose.taking import load_foreign
+from holdfast.checkpoint.foreign.recognition import checkpoints_in
+from holdfast.checkpoint.state import Tracked, first_difference
+from holdfast.errors import CheckpointError
 from kit.commands import ckpt
 from kit.tiny import checkpoints, forked
 
@@ -315,6 +319,62 @@ def test_a_flipped_byte_in_a_megatron_checkpoint_is_found(megatron: Path) -> Non
     result = ckpt("verify", megatron / "theirs")
     assert result.code == 1
     assert "altered" in result.out
+
+
+def megatron_keeps(place: Path, rank: int, world: int) -> None:
+    """Its local checkpoints: nvidia-resiliency-ext's manager, and Megatron-core's state dict in it."""
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.dist_checkpointing import ShardedTensor
+        from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+        from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+            LocalCheckpointManager,
+        )
+    store = dist.FileStore(str(place / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    torch.manual_seed(2)
+    model, state = Decoder(), dict[str, Any]()
+    for number, layer in enumerate(model.decoder.layers):
+        state[f"layer {number}"] = ShardedTensor.from_rank_offsets(
+            "decoder.layers.weight",
+            layer.weight.detach(),
+            (0, number, 2),
+            prepend_axis_num=1,
+            replica_id=rank,
+        )
+    for name in ("weight", "bias"):
+        tensor = getattr(model.decoder.final, name).detach()
+        key = f"decoder.final.{name}"
+        state[name] = ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)
+    state |= {"iteration": 4, "opt_param_scheduler": {"num_steps": 64}}
+    kept, _ = MCoreTensorAwareStateDict.from_state_dict(state, algo="fully_parallel")
+    LocalCheckpointManager(place / "theirs").save(kept, 4, is_async=False)
+    if rank == 0:
+        torch.save(model.state_dict(), place / "expected.pt")
+    dist.destroy_process_group()
+
+
+def test_megatrons_local_checkpoints_give_each_rank_what_it_had(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(forked, partial(megatron_keeps, tmp_path, rank, 2), 120) for rank in (0, 1)]
+    assert [rank.result() for rank in ranks] == [0, 0]
+    assert len(list((tmp_path / "theirs").glob("*/iter_0000004_*_local.pt"))) == 2
+    assert ckpt("verify", tmp_path / "theirs").code == 0
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    (source,) = checkpoints_in(tmp_path / "theirs")
+    for rank in (0, 1):
+        model, schedule, tracked = Decoder(), Schedule(), Tracked()
+        tracked.add("model", model)
+        tracked.add("schedule", schedule)
+        tracked.begin()
+        load_foreign(source, tracked, rank, 2).apply()
+        assert not first_difference(dict(model.state_dict()), dict(expected), "model")
+        assert schedule.state_dict() == {"num_steps": 64}
+    (tmp_path / "theirs" / "1" / "iter_0000004_1_local.pt").unlink()
+    with pytest.raises(CheckpointError, match="is left to another rank's file, and none here has it"):
+        load_foreign(source, tracked, 0, 2)
 
 
 def test_the_index_is_what_the_library_wrote_itself(tmp_path: Path) -> None:

@@ -491,50 +491,108 @@ def _megatron(found: Contents) -> None:
 
 
 def _megatron_local(found: Contents, rank: int) -> None:
-    """What each rank kept on its node: its own tensors, under their global names."""
+    """What each rank kept on its node: its own tensors, under their global names.
+
+    Megatron leaves out of a rank's file what another rank keeps as well; that is taken from the other's file.
+    """
     files = rank_files(found.recognised.path)
     found.world = max(files, default=-1) + 1
-    file = files.get(rank)
-    if file is None:
+    if rank not in files:
         have = ", ".join(map(str, files)) or "no rank"
         raise ForeignError(found.recognised.name, f"rank {rank}'s file is not here; here are those of {have}")
-    tree = _load(file, file).tree
-    state = tree.state if isinstance(tree, Record) and isinstance(tree.state, dict) else tree
-    if not isinstance(state, dict):
-        raise ForeignError(file.name, f"it holds {_told(tree)}, and no state")
-    common = state.get("common", state)
-    tensors: dict[str, ForeignTensor] = {}
-    _collect_local(state.get("sharded_state_dict", state.get("state_dict", state)), "", tensors)
-    for holder in (common, state.get("state_dict")):
-        if isinstance(holder, dict) and type(holder.get("iteration")) is int:
-            found.step = holder["iteration"]
-    weights = {name: one for name, one in tensors.items() if not name.startswith("optimizer.")}
-    found.parts[MODEL] = ForeignPart(MODEL, weights, of_ranks=found.world)
+    mine = _local_state(files[rank])
+    tensors, lacking = mine.tensors, set(mine.lacking)
+    for other, file in files.items():
+        if other != rank and lacking:
+            there = _local_state(file).tensors
+            tensors |= {key: there[key] for key in lacking & there.keys()}
+            lacking -= there.keys()
+    if lacking:
+        name = escaped(min(lacking)[0])
+        raise ForeignError(files[rank].name, f"{name} is left to another rank's file, and none here has it")
+    found.step = mine.step if mine.step is not None else found.step
+    by_name: dict[str, ForeignTensor] = {}
+    for (name, _), one in tensors.items():
+        if name in by_name:
+            raise ForeignError(
+                files[rank].name, f"it holds two parts of {escaped(name)}, which cannot be told apart"
+            )
+        by_name[name] = one
+    weights: dict[str, ForeignTensor] = {}
     by_parameter: dict[str, dict[str, Any]] = {}
     beside: dict[str, ForeignTensor] = {}
-    for name, one in tensors.items():
+    for name, one in by_name.items():
         if match := _NUMBERED.fullmatch(name):
             by_parameter.setdefault(match[2], {})[match[1]] = one
         elif name.startswith("optimizer."):
             beside[name] = one
+        else:
+            weights[name] = one
+    found.parts[MODEL] = ForeignPart(MODEL, weights, of_ranks=found.world)
     if by_parameter or beside:
         tree = {"state": by_parameter, "param_groups": None}
         found.parts[OPTIMIZER] = ForeignPart(OPTIMIZER, tree=tree, of_ranks=found.world, beside=beside)
+    if "opt_param_scheduler" in mine.common:
+        found.parts[SCHEDULE] = ForeignPart(SCHEDULE, tree=mine.common["opt_param_scheduler"])
+    if mine.generators is not None:
+        found.parts[RNG] = ForeignPart(RNG, tree=mine.generators, of_ranks=found.world)
 
 
-def _collect_local(node: Any, prefix: str, found: dict[str, ForeignTensor]) -> None:
-    """Tensors by their names: Megatron's ShardedTensors say theirs, others have their path."""
-    if isinstance(node, StoredTensor):
-        found[prefix.removesuffix(".").removeprefix("model.")] = entry_of(node)
-    elif isinstance(node, Record) and isinstance(node.state, dict) and type(node.state.get("key")) is str:
-        if isinstance(tensor := node.state.get("data"), StoredTensor):
-            found[node.state["key"]] = entry_of(tensor)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            _collect_local(value, f"{prefix}{key}.", found)
-    elif isinstance(node, list | tuple):
-        for at, value in enumerate(node):
-            _collect_local(value, f"{prefix}{at}.", found)
+_Shard = tuple[str, Offsets]
+"""A global name and the place in the global tensor."""
+
+
+@dataclass
+class _LocalState:
+    """What one rank's local file holds."""
+
+    common: dict[Any, Any]
+    tensors: dict[_Shard, ForeignTensor] = field(default_factory=dict)
+    lacking: list[_Shard] = field(default_factory=list)
+    """What it leaves to other ranks' files."""
+    generators: Any = None
+
+    @property
+    def step(self) -> int | None:
+        return _step_in(self.common)
+
+    def collect(self, node: Any, prefix: str) -> None:
+        """Tensors by their names: Megatron's ShardedTensors say theirs, others have their path."""
+        if isinstance(node, StoredTensor):
+            self.tensors[prefix.removesuffix(".").removeprefix("model."), ()] = entry_of(node)
+        elif isinstance(node, Record) and isinstance(node.state, dict) and type(node.state.get("key")) is str:
+            self._collect_shard(node.state)
+        elif isinstance(node, dict):
+            for key, value in node.items():
+                self.collect(value, f"{prefix}{key}.")
+        elif isinstance(node, list | tuple):
+            for at, value in enumerate(node):
+                self.collect(value, f"{prefix}{at}.")
+
+    def _collect_shard(self, state: dict[str, Any]) -> None:
+        key, data, offset = state["key"], state.get("data"), state.get("global_offset")
+        if "prepend_axis_num" not in state:  # an object
+            self.generators = data if key == "rng_state" else self.generators
+            return
+        if state.get("prepend_axis_num") == 1 and type(offset) is tuple and offset:
+            key = re.sub(r"((?:^|\.)layers)\.", rf"\g<1>.{offset[0]}.", key, count=1)  # it is one layer's
+        shard = (key, offset if type(offset) is tuple else ())
+        if isinstance(data, StoredTensor):
+            self.tensors[shard] = entry_of(data)
+        else:
+            self.lacking.append(shard)
+
+
+def _local_state(file: Path) -> _LocalState:
+    tree = _load(file, file).tree
+    state = tree.state if isinstance(tree, Record) and isinstance(tree.state, dict) else tree
+    if not isinstance(state, dict):
+        raise ForeignError(file.name, f"it holds {_told(tree)}, and no state")
+    sharded = state.get("sharded_state_dict", state.get("state_dict", state))
+    common = state.get("common", sharded)
+    found = _LocalState(common if isinstance(common, dict) else {})
+    found.collect(sharded, "")
+    return found
 
 
 def step_told(recognised: Recognised) -> int | None:
