@@ -135,6 +135,17 @@ def test_each_rank_takes_its_own_local_checkpoint_and_no_other_world_does(tmp_pa
         load(path, found)
 
 
+def test_a_node_that_has_only_its_own_ranks_files_is_enough_for_them(tmp_path: Path) -> None:
+    """What rank 0 proposes is the path of its own file, which the others' nodes do not have."""
+    path = foreign.megatron_local(tmp_path, ranks=2)
+    path.unlink()
+    found, made = tracked("model")
+    load(path, found, rank=1, world=2)
+    same({"model": made["model"]}, seed=2)
+    with pytest.raises(CheckpointError, match="rank 0's file is not here; here are those of 1"):
+        load(path, found, rank=0, world=2)
+
+
 # --- misfits ------------------------------------------------------------------------------------------------
 
 

@@ -460,10 +460,7 @@ def _megatron(found: Contents) -> None:
     common = _load(path / "common.pt", path).tree
     common = common if isinstance(common, dict) else {}
     found.step = step if type(step := common.get("iteration")) is int else found.step
-    arguments = common.get("args")
-    if isinstance(arguments, Record) and isinstance(arguments.state, dict):
-        world = arguments.state.get("world_size")
-        found.world = world if type(world) is int else None
+    found.world = _world_in(common)
     weights: dict[str, ForeignTensor] = {}
     state: dict[str, dict[str, Any]] = {}
     beside: dict[str, ForeignTensor] = {}
@@ -490,13 +487,20 @@ def _megatron(found: Contents) -> None:
         found.parts[RNG] = ForeignPart(RNG, tree=trees[shards[0]], of_ranks=found.world or len(shards))
 
 
+def _world_in(common: Mapping[Any, Any]) -> int | None:
+    """How many ranks there were, as the arguments say with which Megatron was started."""
+    arguments = common.get("args")
+    state = arguments.state if isinstance(arguments, Record) else None
+    world = state.get("world_size") if isinstance(state, dict) else None
+    return world if type(world) is int and world > 0 else None
+
+
 def _megatron_local(found: Contents, rank: int) -> None:
     """What each rank kept on its node: its own tensors, under their global names.
 
     Megatron leaves out of a rank's file what another rank keeps as well; that is taken from the other's file.
     """
     files = rank_files(found.recognised.path)
-    found.world = max(files, default=-1) + 1
     if rank not in files:
         have = ", ".join(map(str, files)) or "no rank"
         raise ForeignError(found.recognised.name, f"rank {rank}'s file is not here; here are those of {have}")
@@ -511,6 +515,9 @@ def _megatron_local(found: Contents, rank: int) -> None:
         name = escaped(min(lacking)[0])
         raise ForeignError(files[rank].name, f"{name} is left to another rank's file, and none here has it")
     found.step = mine.step if mine.step is not None else found.step
+    # A node has only its own ranks' files; Megatron's arguments say how many there are in all.
+    found.world = _world_in(mine.common) or max(files) + 1
+    found.notes.append(f"the files of {len(files)} of {found.world} ranks are here")
     by_name: dict[str, ForeignTensor] = {}
     for (name, _), one in tensors.items():
         if name in by_name:

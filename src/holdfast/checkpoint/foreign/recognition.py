@@ -68,6 +68,8 @@ def recognise(path: Path) -> Recognised | None:
             layout = _directory(path)
         elif path.is_file():
             layout = _file(path)
+        elif rank_files(path):  # rank 0's file, which is on another node
+            layout = ForeignLayout.MEGATRON_LOCAL
         else:
             return None
     except OSError:

@@ -60,8 +60,6 @@ def examine(
         files = _Files(inspection, recognised.path, progress)
         if recognised.layout in (ForeignLayout.HF_MODEL, ForeignLayout.HF_TRAINER):
             _look_into_tensor_files(recognised, files, quick=quick)
-        elif recognised.layout is ForeignLayout.MEGATRON_LOCAL:
-            _look_into_ranks(recognised, files, quick=quick)
         for path in _archives(recognised):
             files.archive(path, quick=quick)
         notes += files.notes()
@@ -258,13 +256,6 @@ def _look_into_tensor_files(recognised: Recognised, files: _Files, *, quick: boo
             files.count(file)
             if not quick:
                 files.tensors(file, mine)
-
-
-def _look_into_ranks(recognised: Recognised, files: _Files, *, quick: bool) -> None:
-    del quick
-    here = rank_files(recognised.path)
-    for rank in sorted(set(range(max(here, default=-1) + 1)) - here.keys()):
-        files.add(".", f"rank {rank}'s file is not here, and those of higher ranks are", Reason.MISSING)
 
 
 def _cross_check(recognised: Recognised, inspection: Inspection) -> list[str]:
