@@ -74,6 +74,14 @@ def test_a_file_that_was_cut_off_is_refused(length: int, tmp_path: Path) -> None
         read_tensor_file(tmp_path / "one.safetensors")
 
 
+def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "one.safetensors")
+    with (tmp_path / "one.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(TensorFileError, match=r"its tensors end at byte .*, the file has"):
+        read_tensor_file(tmp_path / "one.safetensors")
+
+
 def test_a_header_of_any_length_is_not_read_into_memory(tmp_path: Path) -> None:
     (tmp_path / "one.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
     with pytest.raises(TensorFileError, match="its header alone"):
