@@ -269,6 +269,33 @@ def test_the_first_save_after_it_is_verified_and_the_newest_that_holds_is_taken(
     assert "another project (Hugging Face Trainer); no digests to check" in decision.evidence[0]
 
 
+def test_a_nan_is_found_as_it_is_loaded_and_an_older_one_is_taken(tmp_path: Path) -> None:
+    root = tmp_path / "theirs"
+    foreign.hf_trainer(root, step=20)
+    newest = foreign.hf_trainer(root, step=40)
+    tensors = load_file(newest / "model.safetensors")
+    tensors["2.bias"][1] = torch.nan
+    save_file(tensors, newest / "model.safetensors")
+    run, made = begin(tmp_path / "run", root)
+    run.close()
+    assert run.step == 20
+    same(made)
+    told = [line.body for line in read_journal(tmp_path / "run" / "journal")]
+    decision = next(body for body in told if getattr(body, "about", "") == "resume")
+    (rejected,) = decision.rejected
+    assert rejected.why == ["not-finite: model.2.bias holds NaN or infinity (found by rank 0)"]
+
+
+def test_minus_infinity_is_how_masks_are_written(tmp_path: Path) -> None:
+    path = foreign.hf_trainer(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["2.bias"][1] = -torch.inf
+    save_file(tensors, path / "model.safetensors")
+    found, made = tracked()
+    load(path, found)
+    assert made["model"][2].bias[1] == -torch.inf
+
+
 def test_a_directory_in_which_none_holds_is_refused(tmp_path: Path) -> None:
     os.truncate(foreign.lightning(tmp_path / "theirs"), 100)
     with pytest.raises(NoValidRungError, match=r"epoch=1-step=40\.ckpt: unreadable-metadata"):

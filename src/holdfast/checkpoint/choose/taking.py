@@ -110,7 +110,7 @@ class _Taking:
             for name, thing in tracked.named_optimizers()
             if name in taken and tracked.kind(name) == "optimizer"
         }
-        reader = BoxReader(self._entries, self._paths)
+        reader = BoxReader(self._entries, self._paths, for_training=True)
         metadata = reader.read_metadata()
         tensors, others = tracked.collect()
         for name in tracked.names():

@@ -40,10 +40,18 @@ class BoxReader(StorageReader):
     """DCP's way to the tensors of a foreign checkpoint, under the names that it is given."""
 
     def __init__(
-        self, entries: Mapping[str, ForeignTensor], paths: Mapping[str, tuple[str, ...]] | None = None
+        self,
+        entries: Mapping[str, ForeignTensor],
+        paths: Mapping[str, tuple[str, ...]] | None = None,
+        *,
+        for_training: bool = False,
     ) -> None:
-        """`paths`: what a name was made of, where its parts have dots themselves."""
+        """`paths`: what a name was made of, where its parts have dots themselves.
+
+        `for_training`: values that no training goes on from (NaN, infinity) are refused.
+        """
         self._entries = entries
+        self._for_training = for_training
         self._metadata = Metadata(
             state_dict_metadata={name: _described(entry) for name, entry in entries.items()},
             planner_data=dict(paths or {}),
@@ -82,12 +90,25 @@ class BoxReader(StorageReader):
             if box is None:
                 raise CheckpointError(f"incomplete: {item.storage_index.fqn}: a part of it is stored nowhere")
             values = read_box(box, entry.dtype, tuple(item.storage_offsets), tuple(item.lengths))
+            if self._for_training and _is_odd(values):
+                raise CheckpointError(f"not-finite: {escaped(item.storage_index.fqn)} holds NaN or infinity")
             target = planner.resolve_tensor(item).detach()
             target.copy_(values)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _is_odd(values: torch.Tensor) -> bool:
+    """Whether there is a NaN, or an infinity above zero; one below is how masks are written."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point():
+        return False
+    if values.element_size() == 1:
+        values = values.float()
+    return bool((values.isnan() | (values == torch.inf)).any())
 
 
 def read_into(tensors: dict[str, Any], reader: BoxReader) -> None:
