@@ -404,6 +404,15 @@ def test_the_step_is_the_one_that_a_file_tells_whatever_its_name(tmp_path: Path)
     assert run.step == 1200
 
 
+@pytest.mark.parametrize("step", [-1, 10**12, 3.5, True, "7"])
+def test_what_cannot_be_a_step_is_none(step: object, tmp_path: Path) -> None:
+    path = foreign.torch_file(tmp_path, step=40)
+    torch.save({**torch.load(path), "step": step}, path)
+    run, _ = begin(tmp_path / "run", path)
+    run.close()
+    assert run.step == 40
+
+
 def test_weights_that_lie_about_are_no_run_to_go_on_from(tmp_path: Path) -> None:
     """A directory in which a run is to begin may hold weights for whatever purpose."""
     torch.save(foreign.trained()[0].state_dict(), tmp_path / "pretrained.pt")

@@ -151,10 +151,12 @@ def _load(file: Path, root: Path) -> Archive:
 def _step_in(tree: Any) -> int | None:
     if not isinstance(tree, dict):
         return None
-    for word in _STEPS:
-        if type(tree.get(word)) is int:
-            return int(tree[word])
-    return None
+    return next((step for word in _STEPS if (step := _step(tree.get(word))) is not None), None)
+
+
+def _step(value: Any) -> int | None:
+    """A number of steps, if it can be one."""
+    return value if type(value) is int and 0 <= value < 10**12 else None
 
 
 def _torch_file(found: Contents) -> None:
@@ -287,8 +289,8 @@ def _hf_model(found: Contents) -> None:
 def _hf_trainer(found: Contents, rank: int = 0) -> None:
     _hf_model(found)
     path = found.recognised.path
-    step = read_json(path / "trainer_state.json").get("global_step")
-    found.step = step if type(step) is int and step >= 0 else found.step
+    step = _step(read_json(path / "trainer_state.json").get("global_step"))
+    found.step = step if step is not None else found.step
     for kind in (OPTIMIZER, SCHEDULE, SCALER):
         if (path / f"{kind}.pt").exists():
             found.parts[kind] = ForeignPart(kind, tree=_load(path / f"{kind}.pt", path).tree)
@@ -397,9 +399,10 @@ def _torchtitan(found: Contents) -> None:
         if name.startswith("lr_scheduler.")
     }:
         found.parts[SCHEDULE] = ForeignPart(SCHEDULE, tree=schedule)
-    if type(step := objects.get("train_state.step")) is int:
+    told = objects.get("train_state.step")
+    if (step := _step(told)) is not None:
         found.step = step
-    elif isinstance(step, StoredTensor):
+    elif isinstance(told, StoredTensor):
         found.notes.append("train_state.step is a tensor; the step is from the directory's name")
     if any(name.startswith("dataloader.") for name in meta.objects):
         found.notes.append("the position of torchtitan's own loader is left where it is")
@@ -420,8 +423,8 @@ def _kempner(found: Contents) -> None:
     found.parts[MODEL] = ForeignPart(MODEL, _split(entries, "model."))
     if state := _split(entries, "optimizer."):
         found.parts[OPTIMIZER] = _named_optimizer(state, groups)
-    told = read_json(path / "metadata.json").get("step")
-    found.step = told if type(told) is int and told >= 0 else found.step
+    told = _step(read_json(path / "metadata.json").get("step"))
+    found.step = told if told is not None else found.step
     if (path / "train_state.pt").exists():
         tree = _load(path / "train_state.pt", path).tree
         tree = tree if isinstance(tree, dict) else {}
@@ -459,7 +462,7 @@ def _megatron(found: Contents) -> None:
     entries = _entries(meta, path)
     common = _load(path / "common.pt", path).tree
     common = common if isinstance(common, dict) else {}
-    found.step = step if type(step := common.get("iteration")) is int else found.step
+    found.step = step if (step := _step(common.get("iteration"))) is not None else found.step
     found.world = _world_in(common)
     weights: dict[str, ForeignTensor] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -612,5 +615,4 @@ def step_told(recognised: Recognised) -> int | None:
         return told if told is not None else recognised.step
     if recognised.step is not None:
         return recognised.step
-    found = read_json(recognised.path / "trainer_state.json").get("global_step")
-    return found if type(found) is int else None
+    return _step(read_json(recognised.path / "trainer_state.json").get("global_step"))
