@@ -29,6 +29,8 @@ from holdfast.checkpoint.format import Name, PickleRefusedError, Record, Vocabul
 ZIP = b"PK\x03\x04"
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 """How a file of torch.save began before release 1.6, and still does without its zip form."""
+SMALL = 64 * 1024
+"""Bytes that are read at a time: a DCP directory can have very many small items."""
 MAX_PICKLE_BYTES = 256 * 1024 * 1024
 MAX_DIMENSIONS = 64
 NOT_AN_ARCHIVE = (
@@ -98,8 +100,11 @@ def read_archive(file: Path, *, start: int = 0, length: int | None = None) -> Ar
             )
         if not beginning.startswith(ZIP):
             raise ArchiveError("it is no file of torch.save: it does not begin as one, or was cut off")
+        part: io.RawIOBase | io.BytesIO = Slice(opened.number, start, whole)
+        if whole <= SMALL:
+            part = io.BytesIO(os.pread(opened.number, whole, start))
         try:
-            with zipfile.ZipFile(Slice(opened.number, start, whole)) as zipped:
+            with zipfile.ZipFile(part) as zipped:
                 return _read(zipped, file, opened.number, start)
         except NOT_AN_ARCHIVE as error:
             raise ArchiveError(f"it is no whole archive: {escaped(str(error))}") from error

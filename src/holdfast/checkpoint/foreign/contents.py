@@ -107,8 +107,11 @@ def entry_of(tensor: StoredTensor) -> ForeignTensor:
     return ForeignTensor(tensor.shape, tensor.dtype, (whole,))
 
 
-def read_contents(recognised: Recognised, rank: int = 0) -> Contents:
-    """What is in a checkpoint. `rank`: whose part, of what each rank keeps of its own."""
+def read_contents(recognised: Recognised, rank: int = 0, *, quick: bool = False) -> Contents:
+    """What is in a checkpoint. `rank`: whose part, of what each rank keeps of its own.
+
+    `quick`: without torchtitan's hyper-parameters, which are a dozen small items for each parameter.
+    """
     reader = {
         ForeignLayout.DCP: _dcp,
         ForeignLayout.TORCHTITAN: _torchtitan,
@@ -124,6 +127,8 @@ def read_contents(recognised: Recognised, rank: int = 0) -> Contents:
         _megatron_local(found, rank)
     elif recognised.layout is ForeignLayout.HF_TRAINER:
         _hf_trainer(found, rank)
+    elif recognised.layout is ForeignLayout.TORCHTITAN:
+        _torchtitan(found, quick=quick)
     else:
         reader(found)
     return found
@@ -377,7 +382,7 @@ def _dcp(found: Contents) -> None:
             found.parts[part] = ForeignPart(MODEL, mine)
 
 
-def _torchtitan(found: Contents) -> None:
+def _torchtitan(found: Contents, *, quick: bool = False) -> None:
     path = found.recognised.path
     meta = _metadata(path)
     entries = _entries(meta, path)
@@ -385,7 +390,8 @@ def _torchtitan(found: Contents) -> None:
     others = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
     weights = {name: one for name, one in entries.items() if not name.startswith(others)}
     found.parts[MODEL] = ForeignPart(MODEL, weights)
-    objects = dict(_objects(meta, path, "optimizer.param_groups.", "lr_scheduler.", "train_state."))
+    wanted = ["lr_scheduler.", "train_state.", *([] if quick else ["optimizer.param_groups."])]
+    objects = dict(_objects(meta, path, *wanted))
     if state := _split(entries, "optimizer."):
         by_parameter: dict[str, dict[str, Any]] = {}
         for name, value in objects.items():

@@ -261,7 +261,7 @@ def _look_into_tensor_files(recognised: Recognised, files: _Files, *, quick: boo
 def _cross_check(recognised: Recognised, inspection: Inspection) -> list[str]:
     """What is written in two places must be the same in both."""
     try:
-        found = read_contents(recognised, _lowest(recognised))
+        found = read_contents(recognised, _lowest(recognised), quick=True)
     except ForeignError as error:
         inspection.add(Reason.INCOMPLETE, error.path, escaped(error.why, 1000))
         return []
