@@ -21,6 +21,8 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): the first time this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@# Without what they ask for: torchtitan an older `datasets`, and wandb; nvidia-resiliency-ext packages of CUDA's.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0 nvidia-resiliency-ext==0.4.1
 	@touch $@
 
 demo: $(READY)

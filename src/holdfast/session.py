@@ -428,7 +428,9 @@ class Session:
                 self.settings.control.decision_timeout,
             )
         saving.resumed_from(name)
-        if state is not None and state.own and not state.fresh:  # objects without state must not be given any
+        if (
+            state is not None and state.manifest is not None and state.own and not state.fresh
+        ):  # objects without state must not be given any
             saving.prepare()
         if group.is_coordinator:
             self._sweep()
@@ -488,6 +490,7 @@ class Session:
             needs_data=self.feed is not None,
             fresh_parts=parse_fresh_parts(chosen.fresh_parts),
             began=began.checkpoint if began is not None else "",
+            names=chosen.names,
         )
 
     def _take_up(self, state: LoadedState, step: int, counted: tuple[int, int]) -> None:
@@ -496,6 +499,10 @@ class Session:
         self._tell_changes(state)
         if not state.own:
             self.meter.load_state_dict({"step": step, "samples": 0, "tokens": 0})
+            return
+        if "counters" not in state.own:  # another project's, which may keep its generators
+            self.meter.load_state_dict({"step": step, "samples": 0, "tokens": 0})
+            restore_rng(state.own["rng"])
             return
         self.meter.load_state_dict(state.own["counters"])
         self.meter.others_told(counted, state.own["counters"])

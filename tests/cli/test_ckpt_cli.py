@@ -196,7 +196,9 @@ def test_neither_command_imports_torch(root: Path, tmp_path: Path) -> None:
         "        app(['ckpt', *args])\n"
         "    except SystemExit as end:\n"
         "        assert not end.code, end.code\n"
-        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy')))\n"
+        "    if args[0] == 'ls':  # `verify` looks at the values of what has no digests, with numpy\n"
+        "        assert 'numpy' not in sys.modules\n"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] == 'torch'))\n"
     )
     result = finish([sys.executable, "-c", code], cwd=tmp_path)
     assert result.code == 0, result.text

@@ -227,7 +227,8 @@ def test_impossible_places_are_refused(trained: tuple[Path, Outcome], tmp_path: 
         assert result.code == 2, result.text
     assert tree(checkpoint) == before, "a committed checkpoint is never written into"
     assert ckpt("export", tmp_path / "nowhere", tmp_path / "weights").code == 2
-    assert ckpt("export", save_stock(tmp_path / "stock"), tmp_path / "weights").code == 2
+    stock = ckpt("export", save_stock(tmp_path / "stock"), tmp_path / "weights")
+    assert "checkpoint stock of another project, unverified" in stock.out
 
 
 def test_a_disk_that_takes_no_more_is_one_clear_error(trained: tuple[Path, Outcome], tmp_path: Path) -> None:

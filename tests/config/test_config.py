@@ -36,6 +36,7 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "checkpoint.resume_from": ("120", "./old", "/runs/a/step_00000120-3fa9c1d2", "somewhere"),
     "checkpoint.force": (True, False, True, False),
     "checkpoint.fresh_parts": ("", "data", "optimizer,data", "optimizer, schedule"),
+    "checkpoint.names": ("", "mine.names:tracked", "a.b:c", "x:y"),
     "checkpoint.data_position": ("trusted", "exact", "trusted", "exact"),
     "checkpoint.max_failed_saves": (1, 2, 5, 7),
     "checkpoint.timeout": (0.5, 60.0, 3600.0, 1.0),

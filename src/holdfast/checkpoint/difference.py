@@ -14,11 +14,29 @@ import math
 import pickle
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from holdfast.checkpoint.format import METADATA, Manifest, MetadataError, Offsets, StoredMetadata, verify
+from holdfast.checkpoint.foreign import (
+    ForeignError,
+    ForeignTensor,
+    Recognised,
+    StoredTensor,
+    entry_of,
+    examine,
+    read_contents,
+    recognise,
+)
+from holdfast.checkpoint.format import (
+    METADATA,
+    Manifest,
+    MetadataError,
+    Offsets,
+    StoredMetadata,
+    TensorEntry,
+    verify,
+)
 from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.read_back import is_gone, no_such, reading
 from holdfast.errors import CheckpointError, UsageError
@@ -112,6 +130,9 @@ class _Side:
     def names(self) -> set[str]:
         return set(self.stored.tensors) | set(self.stored.objects)
 
+    def told(self) -> dict[str, Any]:
+        return _told(self.manifest)
+
     def load(self, name: str) -> torch.Tensor:
         from holdfast.checkpoint.choose import VerifyingReader
         from holdfast.checkpoint.export import read_entry
@@ -126,13 +147,68 @@ class _Side:
             raise UsageError(f"{self.directory} is not sound, so it is not compared: {error}") from error
 
 
+class _OtherSide:
+    """A checkpoint of another project's: it has no digests, so whatever both have is read.
+
+    Compared are tensors: weights under their part's name, an optimizer's under their parameter's.
+    """
+
+    def __init__(self, recognised: Recognised) -> None:
+        inspection, _ = examine(recognised, quick=True)
+        if inspection.problems:
+            told = "\n".join(f"  {problem}" for problem in inspection.problems)
+            raise UsageError(f"{recognised.path} is not sound, so it is not compared:\n{told}")
+        try:
+            self._contents = read_contents(recognised)
+        except ForeignError as error:
+            raise UsageError(f"{recognised.path} is not sound, so it is not compared: {error}") from error
+        self._found: dict[str, ForeignTensor] = {}
+        for part, held in self._contents.parts.items():
+            self._found |= {f"{part}.{name}": one for name, one in held.tensors.items()}
+            state = held.tree.get("state") if isinstance(held.tree, dict) else None
+            for parameter, entries in state.items() if isinstance(state, dict) else ():
+                for key, value in entries.items() if isinstance(entries, dict) else ():
+                    one = entry_of(value) if isinstance(value, StoredTensor) else value
+                    if isinstance(one, ForeignTensor):
+                        self._found[f"{part}.state.{parameter}.{key}"] = one
+        self.stored = StoredMetadata(
+            {name: TensorEntry(one.shape, one.dtype, []) for name, one in self._found.items()}, [], {}, ""
+        )
+
+    def digest(self, name: str, offsets: Offsets | None) -> str:
+        return f"not known of {name} {offsets}"
+
+    def chunks(self, name: str) -> dict[Offsets, tuple[Offsets, str]]:
+        return {(): ((), self.digest(name, None) + str(id(self)))}
+
+    def names(self) -> set[str]:
+        return set(self._found)
+
+    def told(self) -> dict[str, Any]:
+        found = self._contents
+        return {"step": found.step, "world": found.world, "project": str(found.recognised.layout)}
+
+    def load(self, name: str) -> torch.Tensor:
+        from holdfast.checkpoint.foreign import values_of
+
+        try:
+            return cast("torch.Tensor", values_of(self._found[name], name))
+        except CheckpointError as error:
+            raise UsageError(f"{name} cannot be read, so it is not compared: {error}") from error
+
+
 def compare(a: Path, b: Path, *, tolerance: float | None = None) -> Difference:
     """What differs. With a `tolerance`, values no further apart than that count as equal."""
     with reading(a), reading(b):
-        return _compare(_Side(a), _Side(b), tolerance)
+        return _compare(_side(a), _side(b), tolerance)
 
 
-def _compare(one: _Side, other: _Side, tolerance: float | None) -> Difference:
+def _side(path: Path) -> _Side | _OtherSide:
+    recognised = recognise(path)
+    return _OtherSide(recognised) if recognised is not None else _Side(path)
+
+
+def _compare(one: _Side | _OtherSide, other: _Side | _OtherSide, tolerance: float | None) -> Difference:
     entries = [
         EntryDifference(name=name, what=f"only in {side}")
         for side, names in (("A", one.names() - other.names()), ("B", other.names() - one.names()))
@@ -149,7 +225,7 @@ def _compare(one: _Side, other: _Side, tolerance: float | None) -> Difference:
             entries.append(difference)
     entries.sort(key=_order)
     return Difference(
-        facts=_facts(one.manifest, other.manifest), entries=entries, compared=len(shared), read=read
+        facts=_facts(one.told(), other.told()), entries=entries, compared=len(shared), read=read
     )
 
 
@@ -159,8 +235,7 @@ def _order(entry: EntryDifference) -> tuple[bool, float, int, str]:
     return measured, -(entry.max_abs if entry.max_abs is not None else math.inf), -entry.differing, entry.name
 
 
-def _facts(a: Manifest, b: Manifest) -> list[Fact]:
-    left, right = _told(a), _told(b)
+def _facts(left: dict[str, Any], right: dict[str, Any]) -> list[Fact]:
     names = [*left, *(name for name in right if name not in left)]
     return [
         Fact(name, left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)
@@ -179,8 +254,10 @@ def _told(manifest: Manifest) -> dict[str, Any]:
     return told
 
 
-def _without_reading(one: _Side, other: _Side, name: str) -> tuple[bool, EntryDifference | None]:
-    """(whether the answer is known, the answer)."""
+def _without_reading(
+    one: _Side | _OtherSide, other: _Side | _OtherSide, name: str
+) -> tuple[bool, EntryDifference | None]:
+    """(whether the answer is known, and it)."""
     if name not in one.stored.tensors or name not in other.stored.tensors:
         same_kind = (name in one.stored.tensors) == (name in other.stored.tensors)
         if same_kind and one.digest(name, None) == other.digest(name, None):
@@ -198,7 +275,9 @@ def _without_reading(one: _Side, other: _Side, name: str) -> tuple[bool, EntryDi
     return False, None
 
 
-def _by_reading(one: _Side, other: _Side, name: str, tolerance: float | None) -> EntryDifference | None:
+def _by_reading(
+    one: _Side | _OtherSide, other: _Side | _OtherSide, name: str, tolerance: float | None
+) -> EntryDifference | None:
     left, right = one.load(name), other.load(name)
     if not _BLOB.fullmatch(name):
         return _values(name, left, right, tolerance)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.format import Inspection, Manifest, Progress
     from holdfast.record import ControlDirectory, RootBook, StandingBook
 
-app = typer.Typer(help="List, verify, compare, judge and export checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare, judge, export and import checkpoints.", no_args_is_help=True)
 JUDGED = ("suspect", "condemned", "acquitted")
 """Standings whose reasons somebody will want to know."""
 app.command("locate")(ckpt_inspect.locate)
@@ -24,6 +24,7 @@ app.command("diff")(ckpt_inspect.diff)
 app.command("condemn")(ckpt_inspect.condemn)
 app.command("acquit")(ckpt_inspect.acquit)
 app.command("export")(ckpt_inspect.export)
+app.command("import")(ckpt_inspect.import_checkpoint)
 app.command("gc")(clean.gc)
 
 
@@ -58,7 +59,7 @@ def list_checkpoints(
     standings = _standings(control, folder)
     rows: list[dict[str, Any]] = []
     latest = _latest(folder)
-    for directory in _checkpoints(folder) if folder.is_dir() else ():
+    for directory in _checkpoints(folder) if folder.exists() else ():
         row = _row(directory, standings)
         if row["problems"] and gone_since(directory, control):
             continue  # retention took it away after it was listed
@@ -160,10 +161,15 @@ def read_listed(
 ) -> Inspection:
     """Verify a checkpoint that was listed. It is no problem if retention has removed it since."""
     from holdfast.checkpoint import gone_since, reading
+    from holdfast.checkpoint.foreign import examine, recognise
     from holdfast.checkpoint.format import verify
 
     with reading(directory):
-        inspection = verify(directory, run=run, world=world, progress=progress)
+        foreign = recognise(directory)
+        if foreign is not None and run is None and world is None:
+            inspection, _ = examine(foreign, progress=progress)
+        else:
+            inspection = verify(directory, run=run, world=world, progress=progress)
     if inspection.problems and (why := gone_since(directory, control)):
         inspection.problems, inspection.gone = [], why
     return inspection
@@ -208,9 +214,16 @@ def _existing(path: Path) -> Path:
         from holdfast.checkpoint import no_such
 
         raise UsageError(no_such(path))
-    if not path.is_dir():
+    if not path.is_dir() and not _is_foreign(path):
         raise UsageError(f"{path}: this is not a directory; give a checkpoint, its root or its run")
     return path
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether it is one checkpoint of another project's, which may be a file."""
+    from holdfast.checkpoint.foreign import recognise
+
+    return recognise(path) is not None
 
 
 def _resolve(
@@ -252,13 +265,15 @@ def _standings(control: ControlDirectory | None, folder: Path) -> StandingBook |
 
 def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoint that `folder` is, or those in it."""
+    from holdfast.checkpoint.foreign import checkpoints_in
     from holdfast.checkpoint.format import checkpoints_under, looks_like_checkpoint
     from holdfast.errors import UsageError
 
-    if looks_like_checkpoint(folder.resolve()):
+    if looks_like_checkpoint(folder.resolve()) or _is_foreign(folder):
         return [folder]
     try:
-        return checkpoints_under(folder)
+        ours = checkpoints_under(folder)
+        return ours + [one.path for one in checkpoints_in(folder) if one.path not in ours]
     except OSError as error:
         raise UsageError(f"{folder}: cannot be listed: {error.strerror or error}") from error
 
@@ -291,16 +306,19 @@ def _latest(folder: Path) -> str | None:
 
 def _row(directory: Path, standings: StandingBook | RootBook | None) -> dict[str, Any]:
     from holdfast.base import escaped
+    from holdfast.checkpoint.foreign import examine, recognise, step_told
     from holdfast.checkpoint.format import check_structure, parse_name
 
-    inspection = check_structure(directory)
+    foreign = recognise(directory)
+    inspection = examine(foreign, quick=True)[0] if foreign is not None else check_structure(directory)
     manifest, name = inspection.manifest, parse_name(directory.name)
     row: dict[str, Any] = {
         "path": escaped(str(directory), 4096),
         "name": escaped(directory.name),
         "state": "complete" if inspection.sound else str(inspection.problems[0].reason),
-        "step": manifest.step if manifest else name.step if name else None,
+        "step": manifest.step if manifest else name.step if name else step_told(foreign) if foreign else None,
         "id": manifest.id if manifest else name.id if name else None,
+        "layout": str(foreign.layout) if foreign is not None else None,
         "parent": manifest.parent if manifest else None,
         "run": escaped(manifest.run) if manifest else None,
         "attempt": manifest.attempt if manifest else None,
@@ -434,6 +452,8 @@ def _print_rows(
         if row.get("standing") in JUDGED:
             why = "; ".join(row["standing_evidence"]) or "as recorded beside it"
             typer.echo(f"{row['name']}: {row['standing']}: {why}")
+    for hint in _hints(folder):
+        typer.echo(f"{hint}; no resume relies on it")
     if latest is not None and not any(row["latest"] for row in rows):
         typer.echo(f"latest names {latest!r}, which is not here; no resume relies on it")
     typer.echo("Digests were not read: `holdfast ckpt verify` does that.")
@@ -446,7 +466,9 @@ def _read_back_cell(found: dict[str, Any] | None) -> str | None:
 
 
 def _state(row: dict[str, Any]) -> str:
-    return "complete, no digests" if row["state"] == "complete" and row["digests_missing"] else row["state"]
+    if row["state"] != "complete" or not row["digests_missing"]:
+        return row["state"]  # type: ignore[no-any-return]
+    return f"complete, no digests ({row['layout']})" if row.get("layout") else "complete, no digests"
 
 
 def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
@@ -462,6 +484,7 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
         elif inspection.digests_missing:
             typer.echo(
                 f"{name}: complete, {summary}; no digests: there is no manifest, its bytes are unknown"
+                f"{_layout(inspection.directory)}"
             )
         else:
             typer.echo(f"{name}: sound, {summary}")
@@ -475,6 +498,23 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
     there = plural(sum(not inspection.gone for inspection in inspections), "checkpoint")
     typer.echo(f"{there}, {verdict}; {show_bytes(total)} read in {seconds:.2f} s ({rate})")
+
+
+def _hints(folder: Path | str) -> list[str]:
+    """What pointers of other projects say, where they differ from what is here."""
+    from holdfast.checkpoint.foreign import checkpoints_in, hints
+
+    if not isinstance(folder, Path) or not folder.is_dir():
+        return []
+    return hints(folder, checkpoints_in(folder))
+
+
+def _layout(path: Path) -> str:
+    """What a checkpoint of another project's is, and what was found out about it beside its sizes."""
+    from holdfast.checkpoint.foreign import recognise
+
+    found = recognise(path)
+    return f" ({found.layout}; its archives can be read and its values are numbers)" if found else ""
 
 
 def listed_bytes(directories: list[Path]) -> int | None:

@@ -1,4 +1,4 @@
-"""`holdfast ckpt locate`, `diff`, `export`, `condemn` and `acquit`.
+"""`holdfast ckpt locate`, `diff`, `export`, `import`, `condemn` and `acquit`.
 
 `condemn` and `acquit` act under the run's lease, so never beside a live run, and write standing records; no
 checkpoint is touched. What was saved from a condemned checkpoint is condemned with it, because it carries on
@@ -242,6 +242,13 @@ def export(
     path: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
     out: Annotated[Path, typer.Argument(help="The file to write.")],
     part: Annotated[str, typer.Option(help="The tracked part to export.")] = "model",
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Write OUT as a directory of safetensors files of at most this size, such as 5GB, with the "
+            "index that Hugging Face's libraries read."
+        ),
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="safetensors or torch.")] = "safetensors",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     as_json: JSON = False,
@@ -252,22 +259,73 @@ def export(
     """
     from holdfast.errors import UsageError
 
-    if not path.is_dir():
+    if not path.exists():
         from holdfast.checkpoint import no_such
 
         raise UsageError(no_such(path))
+    shard_bytes = _size(shard_size) if shard_size is not None else None
     import msgspec
 
     from holdfast.checkpoint import export_weights
 
-    done = export_weights(path, out, part=part, form=form, overwrite=overwrite)
+    done = export_weights(path, out, part=part, form=form, overwrite=overwrite, shard_bytes=shard_bytes)
     if as_json:
         _print_json(msgspec.to_builtins(done))
     else:
         typer.echo(
             f"{done.path}: {done.tensors} tensors of {done.part}, {done.bytes} bytes, {done.format}; "
-            f"step {done.step}, checkpoint {done.checkpoint} of run {done.run}"
+            f"step {done.step}, checkpoint {done.checkpoint} of "
+            f"{f'run {done.run}' if done.run else 'another project, unverified'}"
         )
+
+
+def _size(text: str) -> int:
+    """`5GB`, `500 MB` or a number of bytes."""
+    import re
+
+    from holdfast.errors import UsageError
+
+    found = re.fullmatch(r"(\d+)\s*(|[KMGT])B?", text.strip(), re.I)
+    if found is None or not int(found[1]):
+        raise UsageError(f"--shard-size {text!r} is not a size such as 5GB")
+    size: int = int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
+    return size
+
+
+def import_checkpoint(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Another project's checkpoint, or a directory of them.")
+    ],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of the run to make.")],
+    parts: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="A part to take over, such as model; repeat it. Default: all of them."),
+    ] = None,
+    names: Annotated[
+        str,
+        typer.Option(help="The function that says which name a stored one gets: package.module:function."),
+    ] = "",
+    as_json: JSON = False,
+) -> None:
+    """Convert another project's checkpoint to one of ours, verified from then on, in a run of its own.
+
+    Exits with 0 if it was committed, 1 if SRC is not sound, 2 if the request cannot be carried out, 25 if a
+    part of it cannot be carried over.
+    """
+    import msgspec
+
+    from holdfast.recover import convert
+
+    done = convert(source, run_dir, parts=parts or [], names=names)
+    if as_json:
+        _print_json(msgspec.to_builtins(done))
+        return
+    for line in done.passed_over:
+        typer.echo(f"passed over: {line}")
+    typer.echo(f"{done.path}: step {done.step}, {', '.join(done.parts)} of {done.source} ({done.layout})")
+    for note in done.notes:
+        typer.echo(f"  {note}")
+    typer.echo(f"It has digests now. A run begins with it by checkpoint.resume_from = {done.path!r}")
 
 
 def _print_json(value: Any) -> None:

@@ -43,6 +43,7 @@ ALERT_COMMAND = "launch.alert_command"
 HEALTH_COMMAND = "health.command"
 ALERT_URL = "launch.alert_url"
 ASSIGN = "inprocess.assign"
+NAMES = "checkpoint.names"
 FRESH_PARTS = "checkpoint.fresh_parts"
 CKPT_FORMAT = "checkpoint.ckpt_format"
 SECTION_TIMEOUTS = "monitor.rank_section_timeouts"
@@ -54,6 +55,7 @@ _TEXTS = {
     REMOTE_ROOT: "text: a URL such as s3://bucket/prefix or file:///path, or empty",
     NODE_NAME: "text: a name, or empty",
     ASSIGN: "text: package.module:function, or empty",
+    NAMES: "text: package.module:function, or empty",
     ALERT_COMMAND: "text: a command for /bin/sh, or empty",
     HEALTH_COMMAND: "text: a command for /bin/sh, or empty",
     EXIT_SIGNAL: "text: signals, such as SIGTERM,SIGUSR1",

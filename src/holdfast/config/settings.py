@@ -113,6 +113,13 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "`optimizer,data`; empty means that every part must be in both. Set it to begin from weights "
         "alone, or with other data.",
     ] = ""
+    names: Annotated[
+        str,
+        "The function that says which tracked name a stored one stands for, as package.module:function, when "
+        "the run begins with another project's checkpoint; it answers None for what is to be left out. "
+        "Empty: "
+        "names are taken as they are, or with one prefix more or less. Set it where neither fits.",
+    ] = ""
     data_position: Annotated[
         Literal["exact", "trusted"],
         "`exact` refuses a loader whose position cannot be restored exactly; `trusted` only reports it. "

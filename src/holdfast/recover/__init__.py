@@ -13,6 +13,7 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.recover.conduct import Wishes, recover_plain_root, recover_run
+    from holdfast.recover.conversion import convert
     from holdfast.recover.examine import open_run
     from holdfast.recover.ticket import TicketRow, plain_text
 else:

@@ -21,7 +21,6 @@ even if the process that decided died in between. Writing it again changes nothi
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ import msgspec
 
 from holdfast.base import escaped
 from holdfast.checkpoint import removed
-from holdfast.checkpoint.choose.plain import directories, is_checkpoint
+from holdfast.checkpoint.choose.plain import directories, inspect, is_checkpoint, step_of
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format import (
     MANIFEST,
@@ -436,12 +435,13 @@ def _with_origin(ladder: Ladder, timeline: Timeline, control: ControlDirectory) 
 
 
 def _with_plain(ladder: Ladder, root: CheckpointRoot) -> Ladder:
-    """Before its first attempt, a run may find checkpoints in its root that nobody has a record of. To begin
-    anew beside them may be intended, or may throw away what was trained; a person must say which."""
-    there = [path for path in directories(root.path) if is_checkpoint(path)] if root.path.is_dir() else []
+    """Before its first attempt a run finds checkpoints in its root that nobody has a record of: to begin anew
+    beside them may be meant, or may throw away what was trained; somebody must say which."""
+    found = directories(root.path) if root.path.is_dir() else []
+    there = [path for path in found if path.is_dir() and is_checkpoint(path)]
     why = "no run has a record of it: name it with checkpoint.resume_from to go on from it, or say 'fresh'"
-    found = [RejectedOption(escaped(path.name), [why]) for path in there[:NAMED_OWNERS]]
-    return Ladder(ladder.rungs, [*ladder.rejected, *found], not found)
+    rejected = [RejectedOption(escaped(path.name), [why]) for path in there[:NAMED_OWNERS]]
+    return Ladder(ladder.rungs, [*ladder.rejected, *rejected], not rejected)
 
 
 def _refused(rung: Rung, control: ControlDirectory) -> str:
@@ -468,14 +468,24 @@ def refuse_named(rung: Rung, control: ControlDirectory) -> Ladder | None:
 
 
 def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
-    if not path.is_dir():
+    if not path.is_dir() and not is_checkpoint(path):
         why = removed(path, control) or removed(path)
-        problem = f"this checkpoint is not there any more: {why}" if why else "no such directory"
-        raise UsageError(f"checkpoint.resume_from = {str(path)!r}: {problem}")
+        told = f"this checkpoint is not there any more: {why}" if why else "no such directory"
+        raise UsageError(f"checkpoint.resume_from = {str(path)!r}: {told}")
+    if not is_checkpoint(path) and (rungs := _rungs_in(path.absolute())):
+        return Ladder(rungs, [], False)
     rung = _rung_at(path.absolute())
     if not force and (refused := refuse_named(rung, control)) is not None:
         return refused
     return Ladder([rung], [], False)
+
+
+def _rungs_in(directory: Path) -> list[Rung]:
+    """The checkpoints in a directory that was named, newest first, if none of them is a run's of ours."""
+    there = directories(directory)
+    if any((path / MANIFEST).exists() or parse_name(path.name) is not None for path in there):
+        return []
+    return [_rung_at(path) for path in there]
 
 
 def _rung_at(path: Path) -> Rung:
@@ -489,17 +499,14 @@ def _rung_at(path: Path) -> Rung:
         return Rung(
             name=path.name, step=found.step, id=found.id, manifest=inspection.manifest_digest, path=str(path)
         )
-    name = parse_name(path.name)
-    digits = re.fullmatch(r"\D*?[-_](\d+)", path.name)
-    step = name.step if name else int(digits[1]) if digits else 0
-    return Rung(name=path.name, step=step, id="", manifest="", path=str(path))
+    return Rung(name=path.name, step=step_of(path) or 0, id="", manifest="", path=str(path))
 
 
 def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int | None = None) -> tuple[Path, Inspection]:
     """Where a rung lies, and what the cheap checks say of it: names, sizes, and the bytes of `.metadata`."""
     path = rung.under(root.path)
     if not rung.manifest:
-        return path, check_structure(path)
+        return path, inspect(path, quick=True)[0]
     return path, verify(path, run=None if rung.path else run, world=world, files=[METADATA])
 
 

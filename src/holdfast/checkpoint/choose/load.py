@@ -19,15 +19,16 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast.checkpoint.choose.sharing import reshard
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import AssembledShards
-from holdfast.checkpoint.format import Manifest, ManifestError
+from holdfast.checkpoint.format import METADATA, Manifest, ManifestError, MetadataError, as_torch
 from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.save import own_prefix
 from holdfast.checkpoint.state import (
     GRADIENTS,
@@ -272,6 +273,19 @@ def _load_tensors(state: dict[str, Any], reader: StorageReader) -> None:
         raise cause from error
 
 
+class StockReader(FileSystemReader):
+    """torch's reader, but for `.metadata`, which is read as data: nothing in it is ever executed."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        try:
+            found = as_torch(metadatas.read(Path(self.path)))
+        except MetadataError as error:
+            raise CheckpointError(f"malformed {METADATA}: {error}") from error
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+
 def load_stock(
     directory: Path, tracked: Tracked, *, needs_data: bool = False, fresh: Collection[str] = ()
 ) -> LoadedState:
@@ -280,7 +294,7 @@ def load_stock(
     Models must be there in full, and so must everything else that `fresh` does not name. The caller has
     checked the directory's completeness without unpickling it.
     """
-    reader = FileSystemReader(directory)
+    reader = StockReader(directory)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
     parts = dict.fromkeys(key.partition(".")[0] for key in stored)

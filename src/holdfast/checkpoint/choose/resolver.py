@@ -496,7 +496,7 @@ def resolve_plain(directory: Path, *, quick: bool = False, progress: Progress | 
     alone = is_checkpoint(directory)
     root = directory.absolute().parent if alone else directory.absolute()
     rungs = [
-        Rung(name=path.name, step=step_of(path.name) or 0, id="", manifest="", path=str(path))
+        Rung(name=path.name, step=step_of(path) or 0, id="", manifest="", path=str(path))
         for path in ([directory.absolute()] if alone else directories(root))
     ]
     walk = walk_down(rungs, partial(_judge_plain, quick=quick, progress=progress))
@@ -548,7 +548,11 @@ def _plain_row(
     manifest = inspection.manifest if inspection is not None else None
     return RungOutlook(
         name=escaped(path.name),
-        step=manifest.step if manifest is not None else step_of(path.name),
+        step=manifest.step
+        if manifest is not None
+        else step_of(path) or 0
+        if is_checkpoint(path)
+        else step_of(path),
         verdict=verdict,
         reasons=[escaped(reason, 2000) for reason in reasons],
         path=escaped(str(path), 4096),

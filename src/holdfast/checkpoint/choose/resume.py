@@ -41,7 +41,9 @@ from holdfast.checkpoint.choose.ladder import (
     walk_down,
 )
 from holdfast.checkpoint.choose.load import LoadedState, load, load_stock
+from holdfast.checkpoint.choose.taking import load_foreign
 from holdfast.checkpoint.copies import AssembledShards, Assembly, LocalInventory
+from holdfast.checkpoint.foreign import ForeignLayout, name_function, recognise
 from holdfast.checkpoint.format import (
     CheckpointName,
     CheckpointRoot,
@@ -174,14 +176,16 @@ class Resumer:
         needs_data: bool = False,
         fresh_parts: Sequence[str] = (),
         began: str = "",
+        names: str = "",
     ) -> None:
         """`remote` opens, on rank 0, the store to fetch a rung from if its local copy is missing or bad.
 
         `avoid` names rungs that an ordinary resume of this attempt leaves out, by a decision of recovery.
         `local` knows what the places of the local tier hold, if there is one; `local_unseen`: there is one,
-        but this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
-        its position. `fresh_parts` begin anew if the run begins from a rung that it was told to begin from:
-        one that is named now, one that lies elsewhere, or the one named `began`, from which it began before.
+        and this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
+        its position. `fresh_parts` begin anew where the run begins from what it was told to: a rung that is
+        named now, that lies elsewhere, or that is named `began`, from which it began before.
+        `names`: the function that says which stored name is which, for checkpoints of other projects.
         """
         self._control = control
         self._fence = fence
@@ -198,6 +202,7 @@ class Resumer:
         self._needs_data = needs_data
         self._fresh_parts = list(fresh_parts)
         self._began = began
+        self._names = names
         self._claims: set[CheckpointName] = set()
         """On rank 0: what the local tier may hold, by its records."""
         self._numbers = itertools.count()
@@ -495,6 +500,9 @@ class Resumer:
         if rung is None:
             return [f"{asked}the run has no checkpoint on its lineage"]
         if not rung.manifest:
+            other = recognise(Path(rung.path))
+            if other is not None and other.layout is not ForeignLayout.DCP:
+                return [f"{asked}a checkpoint of another project ({other.layout}); no digests to check"]
             return [f"{asked}a plain DCP directory, complete by its metadata; no digests to check"]
         which = "the newest usable checkpoint" if self._pin is None else "the pinned checkpoint"
         found = f"{asked}{which}; all digests matched on {self._group.world_size} ranks"
@@ -587,6 +595,18 @@ class Resumer:
                         used=dict(shards.used) if shards is not None else {},
                         bad=shards.bad if shards is not None else [],
                     )
+                found = recognise(path)
+                if found is not None and found.layout is not ForeignLayout.DCP:
+                    foreign = load_foreign(
+                        found,
+                        self._tracked,
+                        self._group.rank,
+                        self._group.world_size,
+                        needs_data=self._needs_data,
+                        fresh=proposal.fresh,
+                        names=name_function(self._names),
+                    )
+                    return foreign, LoadAnswer()
                 stock = load_stock(path, self._tracked, needs_data=self._needs_data, fresh=proposal.fresh)
                 return stock, LoadAnswer()
         except CheckpointError as error:

@@ -85,10 +85,12 @@ if TYPE_CHECKING:
         StorageKey,
         StoredChunks,
         StoredMetadata,
+        TensorEntry,
         as_torch,
         parse,
         show_key,
     )
+    from holdfast.checkpoint.format.pickled import Name, PickleRefusedError, Record, Vocabulary, read_pickle
     from holdfast.checkpoint.format.shards import ArchiveFrame, Frames, check_size, plain, write_shards
     from holdfast.checkpoint.format.structure import (
         READ_SIZE,

@@ -319,6 +319,12 @@ MAX_OVERLAP_CHECKS = 200_000
 """Pairs of chunks compared for one tensor before the overlap check is given up as too dear."""
 
 
+_PLANNER, _MEGATRON = (
+    "torch.distributed.checkpoint.planner",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
+_WRITE_ITEM_TYPES = (f"{_PLANNER}.WriteItemType",)
+_MEGATRONS_METADATA = f"{_MEGATRON}.MCoreMetadata"
 _DTYPE = re.compile(r"torch\.(bool|[a-z]{0,2}(float|int|complex|bits)\d[0-9a-z_]*)")
 
 
@@ -335,7 +341,8 @@ def _ignored(arguments: tuple[Any, ...]) -> Any:
 
 def _member(arguments: tuple[Any, ...]) -> Any:
     """Some Python releases store a member of an enum as `getattr(the enum, name)`; no other use is known."""
-    if len(arguments) != 2 or type(arguments[0]) is not Name or arguments[0].name not in MEMORY_FORMATS:
+    known = (*MEMORY_FORMATS, *_WRITE_ITEM_TYPES)
+    if len(arguments) != 2 or type(arguments[0]) is not Name or arguments[0].name not in known:
         raise PickleRefusedError("it calls builtins.getattr, which metadata never does")
 
 
@@ -366,6 +373,14 @@ VOCABULARY = Vocabulary(
     },
     constant=lambda name: _DTYPE.fullmatch(name) is not None,
 )
+OF_ALL = Vocabulary(
+    objects=VOCABULARY.objects
+    | {f"{_PLANNER}.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData")}
+    | {_MEGATRONS_METADATA, f"{_MEGATRON}.MCoreSavePlan"},
+    calls={**VOCABULARY.calls, **dict.fromkeys(_WRITE_ITEM_TYPES, _ignored)},
+    constant=VOCABULARY.constant,
+)
+"""Metadata of whoever writes DCP: Megatron keeps its plans in there too, which nothing reads."""
 
 
 def as_torch(stored: StoredMetadata) -> Metadata:
@@ -463,10 +478,10 @@ def parse(data: bytes) -> StoredMetadata:
             # Whatever is wrong or odd, the interpreter alone says what it is.
             with contextlib.suppress(IrregularError, PickleRefusedError, MetadataError):
                 regular = Regular(data)
-                return _convert(read_pickle(data, VOCABULARY, regular), regular)
+                return _convert(read_pickle(data, OF_ALL, regular), regular)
             del regular
         _check_room(len(data), TIMES_INTERPRETED)
-        return _convert(read_pickle(data, VOCABULARY))
+        return _convert(read_pickle(data, OF_ALL))
     except PickleRefusedError as error:
         raise MetadataError(str(error)) from error
     except MemoryError as error:
@@ -515,7 +530,10 @@ def _numbers(value: Any, what: str) -> Offsets:
 
 
 def _convert(value: Any, regular: Regular | None = None) -> StoredMetadata:
-    fields = _fields(value, METADATA_CLASS, "the top")
+    top = (
+        _MEGATRONS_METADATA if type(value) is Record and value.cls == _MEGATRONS_METADATA else METADATA_CLASS
+    )
+    fields = _fields(value, top, "the top")
     described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if type(described) is not dict or type(stored) is not dict:
         raise MetadataError("its list of entries or of storage is not a dictionary")

@@ -31,6 +31,8 @@ from holdfast.base import escaped
 
 MAX_INT_BYTES = 9
 """Enough for every unsigned 64-bit number, so that arithmetic on what was read stays cheap."""
+MAX_WIDE_INT_BYTES = 32
+"""In other pickles than metadata: numpy's generators count with 128 bits and more."""
 
 
 SLICE = 4096
@@ -56,11 +58,15 @@ class Name:
 class Record:
     """An object as it was stored: its class's name and its state."""
 
-    __slots__ = ("cls", "state")
+    __slots__ = ("arguments", "cls", "items", "state")
 
-    def __init__(self, cls: str) -> None:
+    def __init__(self, cls: str, arguments: tuple[Any, ...] = ()) -> None:
         self.cls = cls
         self.state: Any = None
+        self.arguments = arguments
+        """What it was made with. Like `items` only where a vocabulary lets every class be named."""
+        self.items: list[Any] = []
+        """What was put into it: members, or keys and values in turn."""
 
 
 Reducer = Callable[[tuple[Any, ...]], Any]
@@ -72,20 +78,28 @@ class Vocabulary:
 
     `objects`: classes whose instances become `Record`s. `calls`: functions replaced by a reducer of ours.
     `constant`: whether a name that is neither stands for itself, as torch's dtypes do.
+    With `persistent`, which makes something of a persistent id, it is the vocabulary of what people have
+    pickled themselves, in protocol 2 and up: every class may be named, and its objects become `Record`s too.
     """
 
     def __init__(
-        self, objects: frozenset[str], calls: Mapping[str, Reducer], constant: Callable[[str], bool]
+        self,
+        objects: frozenset[str],
+        calls: Mapping[str, Reducer],
+        constant: Callable[[str], bool],
+        persistent: Callable[[Any], Any] | None = None,
     ) -> None:
         self.objects = objects
         self.calls = calls
         self.constant = constant
+        self.persistent = persistent
+        self.wide = persistent is not None
 
     def name(self, module: Any, qualified: Any) -> Name:
         if type(module) is not str or type(qualified) is not str:
             raise PickleRefusedError("it names a class by something that is not text")
         full = f"{module[:200]}.{qualified[:200]}"
-        if full in self.objects or full in self.calls or self.constant(full):
+        if self.wide or full in self.objects or full in self.calls or self.constant(full):
             return Name(full)
         raise PickleRefusedError(f"it refers to {escaped(full)}, which metadata never does")
 
@@ -105,6 +119,7 @@ def read_pickle(data: bytes, vocabulary: Vocabulary, regular: Regular | None = N
         raise PickleRefusedError("it describes more than fits into memory") from error
 
 
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None), Name})
 _U16 = struct.Struct("<H").unpack_from
 _I32 = struct.Struct("<i").unpack_from
 _U32 = struct.Struct("<I").unpack_from
@@ -117,18 +132,43 @@ def _text(data: bytes, start: int, length: int) -> str:
     return data[start : start + length].decode("utf-8")
 
 
-def _put(target: Any, items: list[Any]) -> None:
+def _bytes(data: bytes, start: int, length: int) -> bytes:
+    if start + length > len(data):
+        raise IndexError
+    return data[start : start + length]
+
+
+def _line(data: bytes, start: int) -> tuple[str, int]:
+    end = data.find(b"\n", start)
+    if end < 0:
+        raise IndexError
+    return data[start:end].decode("utf-8"), end + 1
+
+
+def _put(target: Any, items: list[Any], vocabulary: Vocabulary) -> None:
+    if vocabulary.wide and type(target) is Record:
+        target.items.extend(items)
+        return
     if type(target) is not dict or len(items) % 2:
         raise PickleRefusedError("it puts items into something that is not a dictionary")
     keys = items[::2]
     for key in keys:
         # Hashing a tuple is recursive in C; a deep one would end the process.
-        if type(key) not in (str, int, Record, StoredRun):
+        if type(key) not in (str, int, Record, StoredRun) and not (vocabulary.wide and _is_shallow(key)):
             raise PickleRefusedError(f"it uses a {type(key).__name__} as a dictionary key")
     target.update(zip(keys, items[1::2], strict=True))
 
 
-def _extend(target: Any, items: list[Any]) -> None:
+def _is_shallow(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(type(one) in _SCALARS for one in key)
+    return type(key) in _SCALARS
+
+
+def _extend(target: Any, items: list[Any], vocabulary: Vocabulary) -> None:
+    if vocabulary.wide and type(target) is Record:
+        target.items.extend(items)
+        return
     if type(target) is not list:
         raise PickleRefusedError("it appends to something that is not a list")
     target.extend(items)
@@ -138,12 +178,16 @@ def _reduce(function: Any, arguments: Any, vocabulary: Vocabulary) -> Any:
     if type(function) is not Name or type(arguments) is not tuple:
         raise PickleRefusedError("it calls something that is not a function")
     reducer = vocabulary.calls.get(function.name)
+    if reducer is None and vocabulary.wide:
+        return Record(function.name, arguments)
     if reducer is None:
         raise PickleRefusedError(f"it calls {escaped(function.name)}, which metadata never does")
     return reducer(arguments)
 
 
-def _new(cls: Any, arguments: Any, vocabulary: Vocabulary) -> Record:
+def _new(cls: Any, arguments: Any, vocabulary: Vocabulary) -> Any:
+    if vocabulary.wide and type(cls) is Name and type(arguments) is tuple:
+        return _reduce(cls, arguments, vocabulary)
     if type(cls) is not Name or cls.name not in vocabulary.objects:
         raise PickleRefusedError("it makes an object of something that is not a class")
     if type(arguments) is not tuple or arguments:
@@ -151,7 +195,11 @@ def _new(cls: Any, arguments: Any, vocabulary: Vocabulary) -> Record:
     return Record(cls.name)
 
 
-def _build(target: Any, state: Any) -> None:
+def _build(target: Any, state: Any, vocabulary: Vocabulary) -> None:
+    if vocabulary.wide:
+        if type(target) is Record:
+            target.state = state
+        return  # else attributes of what is plain data here, such as those of an OrderedDict
     if type(target) is not Record or target.state is not None or type(state) not in (dict, tuple):
         raise PickleRefusedError("it sets the state of something that has none, or twice")
     target.state = state
@@ -159,7 +207,7 @@ def _build(target: Any, state: Any) -> None:
 
 def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) -> Any:
     """The interpreter: one loop, because a metadata file can have tens of millions of opcodes."""
-    if len(data) < 2 or data[0] != 0x80 or data[1] not in (4, 5):
+    if len(data) < 2 or data[0] != 0x80 or data[1] not in ((2, 3, 4, 5) if vocabulary.wide else (4, 5)):
         raise PickleRefusedError("it is not a pickle of protocol 4 or 5")
     at = 2
     stack: list[Any] = []
@@ -200,7 +248,7 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
                 at += 4
             elif op == 0x8A:  # LONG1
                 length = data[at]
-                if length > MAX_INT_BYTES:
+                if length > (MAX_WIDE_INT_BYTES if vocabulary.wide else MAX_INT_BYTES):
                     raise PickleRefusedError(f"it holds a whole number of {length} bytes")
                 stack.append(int.from_bytes(data[at + 1 : at + 1 + length], "little", signed=True))
                 at += 1 + length
@@ -242,17 +290,17 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
                 items, stack = stack, marks.pop()
                 if regular is not None and regular.held:
                     items = regular.given_back(len(marks), items, StoredRun)
-                _put(stack[-1], items)
+                _put(stack[-1], items, vocabulary)
             elif op == 0x73:  # SETITEM
                 value, key = stack.pop(), stack.pop()
-                _put(stack[-1], [key, value])
+                _put(stack[-1], [key, value], vocabulary)
             elif op == 0x81:  # NEWOBJ
                 made += 1
                 arguments = stack.pop()
                 stack[-1] = _new(stack[-1], arguments, vocabulary)
             elif op == 0x62:  # BUILD
                 state = stack.pop()
-                _build(stack[-1], state)
+                _build(stack[-1], state, vocabulary)
                 if regular is not None and at in regular.begins:
                     at, known, stack = regular.take(at, known, stack, len(marks), kept)
             elif op == 0x52:  # REDUCE
@@ -268,10 +316,10 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
                 items, stack = stack, marks.pop()
                 if regular is not None and regular.held:
                     items = regular.given_back(len(marks), items, ChunkRun)
-                _extend(stack[-1], items)
+                _extend(stack[-1], items, vocabulary)
             elif op == 0x61:  # APPEND
                 value = stack.pop()
-                _extend(stack[-1], [value])
+                _extend(stack[-1], [value], vocabulary)
             elif op == 0x4E:  # NONE
                 stack.append(None)
             elif op == 0x88:  # NEWTRUE
@@ -292,8 +340,50 @@ def _run(data: bytes, vocabulary: Vocabulary, regular: Regular | None = None) ->
                 if at != len(data):
                     raise PickleRefusedError(f"{len(data) - at} bytes follow its end")
                 return stack[0]
-            else:
+            elif not vocabulary.wide:
                 raise PickleRefusedError(f"it uses the opcode 0x{op:02x}, which metadata never does")
+            # From here on only what people have pickled themselves, with torch.save.
+            elif op in (0x71, 0x72):  # BINPUT, LONG_BINPUT
+                number = data[at] if op == 0x71 else _U32(data, at)[0]
+                at += 1 if op == 0x71 else 4
+                if number > known:  # picklers count; a list of any length for one number is a trap
+                    raise PickleRefusedError("it remembers values out of order")
+                listed[number : number + 1] = [stack[-1]]
+                known = len(listed)
+            elif op == 0x63:  # GLOBAL
+                module, at = _line(data, at)
+                qualified, at = _line(data, at)
+                stack.append(vocabulary.name(module, qualified))
+            elif op == 0x51:  # BINPERSID
+                assert vocabulary.persistent is not None
+                stack[-1] = vocabulary.persistent(stack[-1])
+            elif op in (0x43, 0x55):  # SHORT_BINBYTES, SHORT_BINSTRING
+                length = data[at]
+                stack.append(_bytes(data, at + 1, length))
+                at += 1 + length
+            elif op == 0x42:  # BINBYTES
+                length = _U32(data, at)[0]
+                stack.append(_bytes(data, at + 4, length))
+                at += 4 + length
+            elif op in (0x8E, 0x96):  # BINBYTES8, BYTEARRAY8
+                length = _U64(data, at)[0]
+                stack.append(_bytes(data, at + 8, length))
+                at += 8 + length
+            elif op == 0x8F:  # EMPTY_SET
+                made += 1
+                stack.append(Record("builtins.set"))
+            elif op == 0x90:  # ADDITEMS
+                items, stack = stack, marks.pop()
+                _extend(stack[-1], items, vocabulary)
+            elif op == 0x91:  # FROZENSET
+                items, stack = stack, marks.pop()
+                stack.append(Record("builtins.frozenset", (items,)))
+            elif op == 0x92:  # NEWOBJ_EX
+                made += 1
+                keywords, arguments = stack.pop(), stack.pop()
+                stack[-1] = _new(stack[-1], (*arguments, keywords), vocabulary)
+            else:
+                raise PickleRefusedError(f"it uses the opcode 0x{op:02x}, which no torch.save does")
 
 
 # The stretches of `.metadata` that are always alike, recognised for the whole file at once with numpy.

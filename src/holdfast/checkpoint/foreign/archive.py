@@ -1,0 +1,310 @@
+"""Files of `torch.save`, and the items of DCP, read as data: nothing in them is imported or executed.
+
+Guarantee: reads only, needs no torch, and whatever is in a file comes out as plain values, `StoredTensor`s
+that say where their bytes lie, and `Record`s for objects of any class. A record is never made into its
+object; who needs the value refuses it by its class. What is no such file becomes an `ArchiveError` that says
+what it is.
+
+The form is torch's own since release 1.6: a zip whose records are stored as they are, with a pickle
+(`data.pkl`) that refers to the tensors' bytes (`data/<key>`) by persistent ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import stat
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.base import OpenFile, escaped
+from holdfast.checkpoint.format import Name, PickleRefusedError, Record, Vocabulary, read_pickle
+
+ZIP = b"PK\x03\x04"
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+"""How a file of torch.save began before release 1.6, and still does without its zip form."""
+SMALL = 64 * 1024
+"""Bytes that are read at a time: a DCP directory can have very many small items."""
+MAX_PICKLE_BYTES = 256 * 1024 * 1024
+MAX_DIMENSIONS = 64
+NOT_AN_ARCHIVE = (
+    zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, KeyError, struct.error,
+)  # fmt: skip
+"""What reading an archive raises that is none, or no whole one."""
+
+
+WIDTHS = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16, "complex64": 8, "complex32": 4,
+    "float8_e5m2": 1, "float8_e4m3fn": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+}  # fmt: skip
+"""Bytes of one value, by torch's name of its type."""
+
+
+class ArchiveError(Exception):
+    """It is no file of torch.save that can be read as data; the message says why."""
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor's values lie."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Byte of the file at which its first element lies."""
+    stride: tuple[int, ...]
+    key: str = ""
+    """Its storage's, where several tensors can share one."""
+
+    @property
+    def bytes(self) -> int:
+        """Of its values, were they put one after the other."""
+        return math.prod(self.shape) * WIDTHS[self.dtype]
+
+
+class _Storage(NamedTuple):
+    dtype: str
+    key: str
+    elements: int
+
+
+@dataclass
+class Archive:
+    """What one file holds."""
+
+    file: Path
+    tree: Any = None
+    tensors: list[StoredTensor] = field(default_factory=list)
+    """Every tensor in it, wherever it is in the tree."""
+
+
+def read_archive(file: Path, *, start: int = 0, length: int | None = None) -> Archive:
+    """Read what `torch.save` wrote to a file, or to a part of one; the values are left where they are."""
+    with open_file(file) as opened:
+        size = os.fstat(opened.number).st_size
+        whole = size - start if length is None else length
+        beginning = os.pread(opened.number, len(LEGACY), start)
+        if not beginning:
+            raise ArchiveError("it is empty")
+        if beginning == LEGACY:
+            raise ArchiveError(
+                "it has the form that torch.save had before torch 1.6. Load it with torch where you trust "
+                "it, and save it again"
+            )
+        if not beginning.startswith(ZIP):
+            raise ArchiveError("it is no file of torch.save: it does not begin as one, or was cut off")
+        part: io.RawIOBase | io.BytesIO = Slice(opened.number, start, whole)
+        if whole <= SMALL:
+            part = io.BytesIO(os.pread(opened.number, whole, start))
+        try:
+            with zipfile.ZipFile(part) as zipped:
+                return _read(zipped, file, opened.number, start)
+        except NOT_AN_ARCHIVE as error:
+            raise ArchiveError(f"it is no whole archive: {escaped(str(error))}") from error
+        except PickleRefusedError as error:
+            raise ArchiveError(str(error)) from error
+
+
+@contextlib.contextmanager
+def open_file(file: Path) -> Iterator[OpenFile]:
+    """A regular file, also behind a link: what people name is often one."""
+    with OpenFile(file, os.O_RDONLY | os.O_NONBLOCK) as opened:
+        if not stat.S_ISREG(os.fstat(opened.number).st_mode):
+            raise ArchiveError("it is not a regular file")
+        yield opened
+
+
+def _read(zipped: zipfile.ZipFile, file: Path, fd: int, start: int) -> Archive:
+    records = {info.filename.partition("/")[2]: info for info in zipped.infolist()}
+    if "constants.pkl" in records:
+        raise ArchiveError("it is a TorchScript program, which is code and no checkpoint")
+    if "data.pkl" not in records:
+        raise ArchiveError("it holds no data.pkl, which torch.save always writes")
+    if records["data.pkl"].file_size > MAX_PICKLE_BYTES:
+        raise ArchiveError(
+            f"its data.pkl has {records['data.pkl'].file_size} bytes, which is too much to read"
+        )
+    if "byteorder" in records and zipped.read(records["byteorder"]) != b"little":
+        raise ArchiveError("its numbers are in another byte order than this machine's")
+    archive = Archive(file)
+    places = {name.removeprefix("data/"): info for name, info in records.items() if name.startswith("data/")}
+    found = read_pickle(zipped.read(records["data.pkl"]), _Calls(archive, places, fd, start).vocabulary())
+    archive.tree = found
+    return archive
+
+
+class _Calls:
+    """Makes of a pickle's calls what they stand for, for the few that are data."""
+
+    def __init__(self, archive: Archive, places: Mapping[str, zipfile.ZipInfo], fd: int, start: int) -> None:
+        self._archive = archive
+        self._places = places
+        self._fd = fd
+        self._start = start
+
+    def vocabulary(self) -> Vocabulary:
+        calls = {
+            "torch._utils._rebuild_tensor": self._tensor,
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor_v3": self._typed,
+            "torch._utils._rebuild_parameter": _first,
+            "torch._utils._rebuild_parameter_with_state": _first,
+            "torch._tensor._rebuild_from_type_v2": self._of_type,
+            "torch.Size": _size,
+            "torch.device": lambda arguments: ":".join(map(str, arguments)),
+            "_codecs.encode": _encoded,
+            "collections.OrderedDict": _ordered,
+            "collections.defaultdict": lambda _: {},
+        }
+        return Vocabulary(frozenset(), calls, lambda _: True, self._storage)
+
+    def _storage(self, named: Any) -> _Storage:
+        if type(named) is not tuple or len(named) < 5 or named[0] != "storage" or type(named[1]) is not Name:
+            raise PickleRefusedError("it refers to something outside of it that is not a tensor's storage")
+        _, kind, key, _, elements = named[:5]
+        if type(key) is not str or type(elements) is not int or elements < 0:
+            raise PickleRefusedError("it refers to a tensor's storage without its name or size")
+        word = kind.name.rpartition(".")[2].removesuffix("Storage")
+        dtype = _STORAGES.get(word, "")
+        if not dtype:
+            raise PickleRefusedError(
+                f"it holds a tensor of a kind that is not known here: {escaped(kind.name)}"
+            )
+        return _Storage(dtype, key, elements)
+
+    def _tensor(self, arguments: tuple[Any, ...], dtype: str = "") -> StoredTensor:
+        storage, offset, shape, stride = arguments[:4] if len(arguments) >= 4 else (None,) * 4
+        if type(storage) is not _Storage or type(offset) is not int or offset < 0:
+            raise PickleRefusedError("it makes a tensor of something that is not a storage")
+        if not _is_shape(shape) or not _is_shape(stride) or len(shape) != len(stride):
+            raise PickleRefusedError("it makes a tensor without a shape")
+        dtype = dtype or storage.dtype
+        if (info := self._places.get(storage.key)) is None:
+            raise PickleRefusedError(f"the values of a tensor, data/{escaped(storage.key)}, are not in it")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise PickleRefusedError("a record is compressed, which torch.save never does")
+        width = WIDTHS[dtype]
+        last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if math.prod(shape) and (last + 1) * width > info.file_size:
+            raise PickleRefusedError(
+                f"a tensor of shape {list(shape)} reaches beyond the {info.file_size} bytes of "
+                f"data/{escaped(storage.key)}"
+            )
+        at = self._start + _data_of(self._fd, self._start, info) + offset * width
+        made = StoredTensor(self._archive.file, dtype, shape, at, stride, storage.key)
+        self._archive.tensors.append(made)
+        return made
+
+    def _typed(self, arguments: tuple[Any, ...]) -> StoredTensor:
+        named = arguments[6] if len(arguments) > 6 else None
+        dtype = named.name.removeprefix("torch.") if type(named) is Name else ""
+        if dtype not in WIDTHS:
+            raise PickleRefusedError("it makes a tensor of a type that is not known here")
+        return self._tensor(arguments, dtype)
+
+    def _of_type(self, arguments: tuple[Any, ...]) -> Any:
+        """A tensor with attributes of its own; one of a class that is more than a tensor stays a record."""
+        function, kind, inner = arguments[:3] if len(arguments) >= 3 else (None,) * 3
+        plain = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+        if type(function) is Name and type(kind) is Name and kind.name in plain and type(inner) is tuple:
+            if function.name in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
+                return self._tensor(inner)
+            if function.name.startswith("torch._utils._rebuild_parameter"):
+                return _first(inner)
+        return Record(kind.name if type(kind) is Name else "a tensor of an unknown class", arguments)
+
+
+_STORAGES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+    "ComplexDouble": "complex128", "ComplexFloat": "complex64", "Untyped": "uint8",
+}  # fmt: skip
+
+
+def _data_of(fd: int, start: int, info: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin: behind its own header, whose length the directory does not tell."""
+    header = os.pread(fd, 30, start + info.header_offset)
+    if len(header) < 30 or not header.startswith(ZIP):
+        raise PickleRefusedError(f"the record {escaped(info.filename)} is not where the archive says")
+    name, extra = struct.unpack_from("<HH", header, 26)
+    return int(info.header_offset + 30 + name + extra)
+
+
+def _is_shape(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(one) is int and 0 <= one < 2**62 for one in value)
+    )
+
+
+def _first(arguments: tuple[Any, ...]) -> Any:
+    return arguments[0] if arguments else None
+
+
+def _size(arguments: tuple[Any, ...]) -> Any:
+    if len(arguments) != 1 or type(arguments[0]) not in (tuple, list):
+        raise PickleRefusedError("it makes a torch.Size of something that is not a tuple")
+    return tuple(arguments[0])
+
+
+def _encoded(arguments: tuple[Any, ...]) -> Any:
+    """How bytes are written in protocol 2."""
+    if len(arguments) != 2 or type(arguments[0]) is not str or arguments[1] != "latin1":
+        raise PickleRefusedError("it encodes something that is not bytes")
+    try:
+        return arguments[0].encode("latin1")
+    except UnicodeEncodeError as error:
+        raise PickleRefusedError("it encodes something that is not bytes") from error
+
+
+def _ordered(arguments: tuple[Any, ...]) -> Any:
+    pairs = arguments[0] if arguments else []
+    made: dict[Any, Any] = {}
+    if type(pairs) is not list or len(arguments) > 1:
+        raise PickleRefusedError("it makes an OrderedDict of something that is not a list of pairs")
+    for pair in pairs:
+        if type(pair) not in (list, tuple) or len(pair) != 2 or type(pair[0]) not in (str, int):
+            raise PickleRefusedError("it makes an OrderedDict of something that is not a list of pairs")
+        made[pair[0]] = pair[1]
+    return made
+
+
+class Slice(io.RawIOBase):
+    """A part of an open file, as a file of its own."""
+
+    def __init__(self, fd: int, offset: int, length: int) -> None:
+        self._fd = fd
+        self._offset = offset
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        wanted = left if size is None or size < 0 else min(size, left)
+        data = os.pread(self._fd, wanted, self._offset + self._at) if wanted else b""
+        self._at += len(data)
+        return data
