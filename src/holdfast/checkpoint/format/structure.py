@@ -463,8 +463,9 @@ def _staleness(directory: Path, manifest: Manifest) -> str:
 
 def _cross_check(inspection: Inspection, manifest: Manifest) -> None:
     """A `.metadata` that has the right bytes must also agree with the manifest it was committed with."""
+    listed = next(entry.size for entry in manifest.files if entry.path == METADATA)
     try:
-        meta = metadatas.read(inspection.directory)
+        meta = metadatas.read(inspection.directory, listed)
     except MetadataError as error:
         inspection.add(Reason.UNREADABLE_METADATA, METADATA, escaped(str(error)))
         return
