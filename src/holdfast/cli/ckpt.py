@@ -492,7 +492,8 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
             typer.echo(f"  {_proof_line(proof)}")
         for problem in inspection.problems:
             typer.echo(f"  {problem.reason:<19}  {problem.path}  {problem.detail}")
-    total = sum(inspection.bytes_checked for inspection in inspections)
+    # What has no digests was read for its check sums and values.
+    total = sum(one.size if one.digests_missing else one.bytes_checked for one in inspections)
     bad = sum(not inspection.sound for inspection in inspections)
     rate = f"{total / max(seconds, 1e-9) / 1e9:.2f} GB/s"
     verdict = f"{bad} not sound" if bad else "nothing wrong found"

@@ -430,3 +430,21 @@ def test_plain_metadata_makes_no_class_but_its_own(tmp_path: Path) -> None:
     (tmp_path / "step_7" / ".metadata").write_bytes(data.replace(b"TensorProperties", b"TensorPropertieZ"))
     with pytest.raises(CheckpointError, match=r"malformed \.metadata: it refers to .*TensorPropertieZ"):
         load_stock(tmp_path / "step_7", found)
+
+
+@pytest.mark.parametrize("layout", ["Lightning", "torchtitan"])
+def test_a_run_that_ends_before_its_first_save_begins_there_once_more(layout: str, tmp_path: Path) -> None:
+    path = foreign.LAYOUTS[layout](tmp_path / "theirs")
+    for _ in range(2):
+        run, made = begin(tmp_path / "run", path)
+        run.close()
+        assert run.step == foreign.STEP
+        same(made)
+    located = ckpt("locate", tmp_path / "run")
+    assert located.code == 0, located.text
+    assert f"would resume at step {foreign.STEP} from {path}" in located.out
+    asked = ckpt("locate", tmp_path / "run", "--resume-from", path)
+    assert f"would resume (resume_from = '{path}') at step {foreign.STEP}" in asked.out
+    os.truncate(path if path.is_file() else next(path.glob("*.distcp")), 300)
+    with pytest.raises(NoValidRungError, match=path.name.replace("+", r"\+")):
+        begin(tmp_path / "run", path)

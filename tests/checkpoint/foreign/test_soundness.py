@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from holdfast.checkpoint.foreign.recognition import recognise
+from holdfast.checkpoint.foreign.recognition import checkpoints_in, recognise
 from holdfast.checkpoint.foreign.soundness import examine
 from kit.commands import ckpt
 from kit.tiny import tree
@@ -169,3 +172,33 @@ def test_locate_passes_over_what_is_damaged_and_says_why(tmp_path: Path) -> None
     assert result.code == 0, result.text
     assert "would resume at step 20" in result.out
     assert "incomplete: model.safetensors" in result.out
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each layout, in a directory of its own."""
+    home = tmp_path_factory.mktemp("layouts")
+    return {name: make(home / str(number)) for number, (name, make) in enumerate(foreign.LAYOUTS.items())}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_was_done_to_a_file_is_a_problem_or_nothing_and_never_an_exception(
+    data: st.DataObject, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    source = whole[data.draw(st.sampled_from(list(whole)))]
+    home = source.parent.parent if source.is_file() and source.parent.name.isdecimal() else source.parent
+    shutil.rmtree(tmp_path / "there", ignore_errors=True)
+    shutil.copytree(home, tmp_path / "there", symlinks=True)
+    files = sorted(
+        path for path in (tmp_path / "there").rglob("*") if path.is_file() and not path.is_symlink()
+    )
+    file = data.draw(st.sampled_from(files))
+    content = bytearray(file.read_bytes())
+    start = data.draw(st.integers(0, len(content)))
+    end = data.draw(st.integers(start, min(len(content), start + 40)))
+    content[start:end] = data.draw(st.binary(max_size=40))
+    file.write_bytes(content)
+    for found in checkpoints_in(tmp_path / "there"):
+        examine(found, quick=True)
+        examine(found)
