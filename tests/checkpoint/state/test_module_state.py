@@ -30,7 +30,14 @@ from holdfast.checkpoint.save.plan import SnapshotPlanner, own_prefix, signature
 from holdfast.checkpoint.state import module as module_state
 from holdfast.checkpoint.state.adapters import flatten
 from holdfast.checkpoint.state.module import RECORD
-from holdfast.checkpoint.state.tracked import Tracked, check_strict, from_blob, to_blob
+from holdfast.checkpoint.state.tracked import (
+    Tracked,
+    check_strict,
+    from_blob,
+    misfit,
+    to_be_tracked,
+    to_blob,
+)
 from holdfast.checkpoint.state.unchanged import Known
 from holdfast.errors import IncompleteStateError, SaveFailedError
 from kit.ranks.together import together
@@ -57,6 +64,8 @@ class Saved:
         others = from_blob(self.blob)
         targets = tracked.targets(others, self.metadata)
         check_strict(targets, self.metadata)
+        if lost := sorted({*to_be_tracked(self.metadata)} - flatten(targets).keys()):
+            raise misfit([f"{name}: in the checkpoint, but not tracked" for name in lost])
         _load_tensors(flatten(targets), self.reader)
         tracked.apply(targets, others)
         return targets

@@ -197,7 +197,7 @@ class _Files:
     def notes(self) -> list[str]:
         if self._odd:
             detail = (
-                f"there are values that are no numbers in {len(self._odd)} of its tensors: {few(self._odd)}"
+                f"there are values that are not numbers in {len(self._odd)} of its tensors: {few(self._odd)}"
             )
             self._inspection.add(Reason.NOT_FINITE, ".", detail)
         return [f"values of minus infinity, as masks have them, in {few(self._masks)}"] if self._masks else []

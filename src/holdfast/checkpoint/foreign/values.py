@@ -84,7 +84,7 @@ def check_values(inspection: Inspection, progress: Progress | None = None) -> Va
             inspection.add(Reason.UNREADABLE, path, f"cannot be read: {error.strerror or error}")
     if odd:
         detail = f"{len(odd)} of its tensors: {few(odd)}"
-        inspection.add(Reason.NOT_FINITE, ".", f"there are values that are no numbers in {detail}")
+        inspection.add(Reason.NOT_FINITE, ".", f"there are values that are not numbers in {detail}")
     told = [f"values of minus infinity, as masks have them, in {few(masks)}"] if masks else []
     return Values(items, unread, told)
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from holdfast.base import StorageInfo, create_write_items, flatten_state_dict, is_traceable_wrapper_subclass
+from holdfast.base import StorageInfo, create_write_items, flatten_state_dict, has_bytes
 from holdfast.checkpoint.format import (
     FAILURES,
     METADATA,
@@ -194,12 +194,14 @@ class SnapshotPlanner(DefaultSavePlanner):
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             return cast("torch.Tensor", value).detach()
         data: Any = self.resolve_data(item)
-        if is_traceable_wrapper_subclass(data):
-            raise SaveFailedError(
-                f"what this rank holds of it is a {type(data).__name__}, which has no bytes of its own to "
-                "store; such a tensor can be saved by itself, not as the local part of a distributed one"
-            )
         assert isinstance(data, torch.Tensor)
+        if not has_bytes(data):
+            kind = type(data).__name__
+            raise SaveFailedError(
+                f"what this rank holds of it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}, which has no "
+                "bytes of its own to store and does not say of which tensors it is made: give the class "
+                "__tensor_flatten__ and __tensor_unflatten__"
+            )
         return data.detach()
 
     def plain_tensors_of(self, names: Sequence[str]) -> list[torch.Tensor] | None:
