@@ -26,7 +26,7 @@ PURE = ["policy", "account/answers.py", "account/incidents.py", "account/ledger.
 PURE += ["account/words.py", "checkpoint/copies/rules.py", "health/connections.py", "health/judgements.py"]
 PURE += ["train/stragglers/scores.py"]
 """Rooms and modules that decide from values alone."""
-MOST_MODULES, MOST_FILES, MOST_LINES, FEWEST_LINES = 250, 15, 1000, 40
+MOST_MODULES, MOST_FILES, MOST_LINES, FEWEST_LINES = 255, 15, 1000, 40
 
 
 def tools() -> dict[str, object]:

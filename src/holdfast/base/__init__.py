@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         functional_collectives,
         get_addr_and_port,
         group_of_name,
+        has_bytes,
         has_partial_reduction,
         in_backward,
         is_traceable_wrapper_subclass,

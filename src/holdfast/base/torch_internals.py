@@ -231,6 +231,17 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own; one that only wraps others has none."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 # --- FSDP2 -------------------------------------------------------------------------------------------------
 
 
