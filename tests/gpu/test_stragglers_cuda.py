@@ -189,6 +189,7 @@ def collectives() -> None:
 def test_timing_collectives_waits_neither_for_them_nor_for_the_device(nccl: None) -> None:
     times = DeviceTimes(CUDA)
     waits = Waits(times)
+    collectives()  # their memory and streams are there
     torch.cuda.synchronize()
     times.begin()
     waits.begin_step(measured=True)
@@ -257,11 +258,11 @@ def test_nothing_is_recorded_in_a_graph_that_is_captured() -> None:
     assert began is None
     graph.replay()
     torch.cuda.synchronize()
-    assert times.take_met() == [] or times.take_met() == [{}]
+    assert len(times.take()) == 1
+    assert times.take_met() == [{}]
     assert numbers.tolist() == [2.0] * 4
 
 
-@pytest.mark.timeout(300)
 def test_the_late_one_of_two_ranks_on_one_device_is_named(tmp_path: Path) -> None:
     """F3: both wait for each other amid their forward, over gloo; rank 1 comes 50 ms late each time."""
     context = multiprocessing.get_context("spawn")
@@ -277,5 +278,6 @@ def test_the_late_one_of_two_ranks_on_one_device_is_named(tmp_path: Path) -> Non
             process.kill()
     named = (tmp_path / "named").read_text().splitlines()
     assert len(named) == 1
-    assert named[0].startswith("rank 1 (here, device 0) is slow in compute: ")
+    assert named[0].startswith("rank 1 (here")
+    assert " is slow in compute: " in named[0]
     assert "a step it waits" in named[0]

@@ -23,6 +23,7 @@ def together(place: Path, world: int, work: Callable[[int], Any]) -> list[Any]:
     torch.set_num_threads(1)  # a fork has none of its parent's threads
 
     def grouped(rank: int) -> None:
+        torch.set_num_threads(1)  # its own pool, before two threads make one at once and one gets none
         store = dist.FileStore(str(place / "store"), world)
         limit = timedelta(seconds=LIMIT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)

@@ -226,6 +226,14 @@ def test_a_torch_without_functional_collectives_has_the_other_waits(
     waits.close()
 
 
+def test_a_call_may_name_its_arguments_as_before(alone: None) -> None:
+    clock, numbers = HostTimes(), torch.ones(2)
+    waits = Waits(clock)
+    measured(clock, waits, lambda: functional.wait_tensor(tensor=numbers))
+    assert waits.count == 1
+    waits.close()
+
+
 def test_no_group_and_no_work_lives_longer(alone: None) -> None:
     clock = HostTimes()
     waits = Waits(clock)

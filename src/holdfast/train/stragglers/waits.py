@@ -184,11 +184,11 @@ class Waits:
 
     def _tensor_wait(self, before: Any) -> Any:
         @functools.wraps(before)
-        def wait_tensor(tensors: Any) -> Any:
+        def wait_tensor(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not self.on or self._inside or not self._sees():
-                return before(tensors)
-            found = [self._tensors.pop(address, None) for address in _addresses(tensors)]
-            return self._time(found[0] if found else None, lambda: before(tensors))
+                return before(*args, **kwargs)
+            found = [self._tensors.pop(address, None) for address in _addresses(args, kwargs)]
+            return self._time(found[0] if found else None, lambda: before(*args, **kwargs))
 
         return wait_tensor
 
@@ -259,17 +259,19 @@ class Waits:
 
     def _wrap(self, before: Any) -> Any:
         @functools.wraps(before)
-        def wrap(tensors: Any) -> Any:
+        def wrap(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling() and self.on and self._sees():
-                self._tensors.update(dict.fromkeys(_addresses(tensors), self._group))
-            return before(tensors)
+                self._tensors.update(dict.fromkeys(_addresses(args, kwargs), self._group))
+            return before(*args, **kwargs)
 
         return wrap
 
 
-def _addresses(tensors: Any) -> list[int]:
-    """Of their memory: what is waited for may be another object for the same tensor. Some have none."""
-    given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Of the memory of the tensor, or the tensors, that a call is given: what is waited for may be another
+    object for the same tensor. Some have none."""
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    given = first if isinstance(first, (list, tuple)) else [first]
     return [tensor.data_ptr() for tensor in given if type(tensor) is torch.Tensor]
 
 
