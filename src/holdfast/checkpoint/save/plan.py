@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from holdfast.base import StorageInfo, create_write_items, flatten_state_dict, has_bytes
+from holdfast.base import StorageInfo, create_write_items, flatten_state_dict, has_bytes, local_part
 from holdfast.checkpoint.format import (
     FAILURES,
     METADATA,
@@ -162,6 +162,7 @@ class SnapshotPlanner(DefaultSavePlanner):
         except FAILURES as error:
             for name, value in self.state_dict.items():  # DCP does not say which one it was
                 with naming(name):
+                    _require_bytes(local_part(value))
                     create_write_items(name, value)
             raise error
         # `storage_data` travels to the coordinator; nobody else reads it before the global plan is made.
@@ -195,13 +196,7 @@ class SnapshotPlanner(DefaultSavePlanner):
             return cast("torch.Tensor", value).detach()
         data: Any = self.resolve_data(item)
         assert isinstance(data, torch.Tensor)
-        if not has_bytes(data):
-            kind = type(data).__name__
-            raise SaveFailedError(
-                f"what this rank holds of it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}, which has no "
-                "bytes of its own to store and does not say of which tensors it is made: give the class "
-                "__tensor_flatten__ and __tensor_unflatten__"
-            )
+        _require_bytes(data)
         return data.detach()
 
     def plain_tensors_of(self, names: Sequence[str]) -> list[torch.Tensor] | None:
@@ -223,6 +218,16 @@ class SnapshotPlanner(DefaultSavePlanner):
             and not isinstance(value, DTensor)
             and not name.startswith(f"{OWN}.")
         }
+
+
+def _require_bytes(tensor: torch.Tensor) -> None:
+    if not has_bytes(tensor):
+        kind = type(tensor).__name__
+        raise SaveFailedError(
+            f"what this rank holds of it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}, which has no bytes "
+            "of its own to store and does not say of which tensors it is made: give the class "
+            "__tensor_flatten__ and __tensor_unflatten__"
+        )
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> bool:
