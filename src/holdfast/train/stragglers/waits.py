@@ -203,11 +203,13 @@ class Waits:
                 return before(group, *args, **kwargs)
             where = self._where(name, group, args)
             if self._clock.on_device and _runs_in_this_stream(args, kwargs):
-                began = self._clock.waits()
+                began, work = self._clock.waits(), None
                 try:
                     work = before(group, *args, **kwargs)
                 finally:
-                    self._clock.waited(began, where, 0)  # counted where it is waited for
+                    unwaited = work is None  # NCCL gives none for what the stream itself waits for
+                    self.count += unwaited
+                    self._clock.waited(began, where, int(unwaited))  # else counted where it is waited for
             else:
                 work = before(group, *args, **kwargs)
             if work is not None:
