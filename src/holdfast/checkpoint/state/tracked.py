@@ -286,7 +286,8 @@ class Tracked:
 
         As declared, and of DDP's buffers: it hands rank 0's to all ranks before every forward.
         """
-        broadcast = self._broadcast_buffers()
+        names = list(names)
+        broadcast = self._broadcast_buffers() if names else frozenset()
         return frozenset(name for name in names if name in broadcast or self.division.is_lowest(name))
 
     def _broadcast_buffers(self) -> frozenset[str]:
