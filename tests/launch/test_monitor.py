@@ -441,6 +441,7 @@ mark("refused" if channel.recv(1) == b"" else "heard")
     ):
         watch.begin({0: steady.pid})
         wait_until((tmp_path / "refused").exists, 60, "the stranger is refused")
+        wait_until(lambda: told, 60, "the refusal is told")
         assert len(told) == 1
         assert "was refused" in told[0]
         heard_before = watch.last_steps().get(0, 0)

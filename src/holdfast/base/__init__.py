@@ -100,6 +100,7 @@ if TYPE_CHECKING:
         tree_flatten,
         tree_leaves,
         tree_unflatten,
+        wrapper_around,
     )
 else:
     __getattr__ = offers(__name__)

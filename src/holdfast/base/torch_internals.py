@@ -13,7 +13,7 @@ import inspect
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -229,6 +229,17 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     if (own := getattr(tensor, "__local_part__", None)) is not None:  # a part of a plain tensor
         return cast("torch.Tensor", own()).detach()
     return tensor.detach()
+
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def wrapper_around(kind: type[T], local: torch.Tensor, size: torch.Size) -> T:
+    """A tensor of this class and size without memory of its own, of the type and on the device of another."""
+    made: T = torch.Tensor._make_wrapper_subclass(
+        kind, size, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+    )
+    return made
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:

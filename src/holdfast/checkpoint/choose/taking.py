@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.base import escaped, plural
+from holdfast.base import escaped, local_part, plural
 from holdfast.checkpoint.choose.load import LoadedState, check_fresh
 from holdfast.checkpoint.foreign import (
     DATA,
@@ -397,8 +397,8 @@ def _shared(wanted: Mapping[str, Any]) -> dict[str, str]:
     for name, tensor in wanted.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.numel() or tensor.device.type == "meta":
             continue
-        local: Any = getattr(tensor, "_local_tensor", tensor)
-        if type(local) not in (torch.Tensor, nn.Parameter) or not local.numel():
+        local = local_part(tensor)
+        if type(local) is not torch.Tensor or not local.numel():
             continue
         place = (local.untyped_storage().data_ptr(), local.storage_offset(), tensor.size(), local.stride())
         if place in first:

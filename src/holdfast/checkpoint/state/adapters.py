@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.base import is_traceable_wrapper_subclass, local_part
+from holdfast.base import is_traceable_wrapper_subclass, local_part, wrapper_around
 from holdfast.checkpoint.format import FAILURES, about
 from holdfast.errors import IncompleteStateError
 
@@ -224,9 +224,7 @@ class SplitTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, whole: torch.Size, offsets: torch.Size) -> SplitTensor:
-        made: SplitTensor = torch.Tensor._make_wrapper_subclass(
-            cls, whole, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        made = wrapper_around(cls, local, whole)
         made.local, made.offsets = local, offsets
         return made
 
