@@ -9,6 +9,7 @@ import logging
 import pickle
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,14 +78,15 @@ def foreign_names(tree: ast.AST, ours: frozenset[str]) -> set[str]:
     return found - ours
 
 
-@functools.cache
-def trees() -> dict[str, ast.AST]:
-    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+def trees() -> Iterator[tuple[str, ast.AST]]:
+    """One at a time: together they are a million objects, which every later fork would carry."""
+    for path in SOURCE.rglob("*.py"):
+        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text())
 
 
 @functools.cache
 def ours() -> frozenset[str]:
-    return frozenset().union(*(own_names(tree) for tree in trees().values()))
+    return frozenset().union(*(own_names(tree) for _, tree in trees()))
 
 
 def strays(tree: ast.AST) -> set[str]:
@@ -93,7 +95,7 @@ def strays(tree: ast.AST) -> set[str]:
 
 def test_private_parts_of_torch_are_touched_in_one_place() -> None:
     assert {
-        name: found for name, tree in trees().items() if name not in PLACES and (found := strays(tree))
+        name: found for name, tree in trees() if name not in PLACES and (found := strays(tree))
     } == {}
 
 
