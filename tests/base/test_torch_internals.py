@@ -94,9 +94,7 @@ def strays(tree: ast.AST) -> set[str]:
 
 
 def test_private_parts_of_torch_are_touched_in_one_place() -> None:
-    assert {
-        name: found for name, tree in trees() if name not in PLACES and (found := strays(tree))
-    } == {}
+    assert {name: found for name, tree in trees() if name not in PLACES and (found := strays(tree))} == {}
 
 
 @pytest.mark.parametrize(
