@@ -291,6 +291,14 @@ def test_a_group_gets_smaller_only_if_it_may_and_never_below_its_least() -> None
     assert (short.shrinks, short.missing) == (False, 1)
 
 
+def test_a_group_whose_state_is_tied_to_its_ranks_does_not_get_smaller() -> None:
+    """Experts that only their own ranks have: a smaller group could not resume, so nodes are waited for."""
+    tied = "model.experts differs between ranks"
+    found = fit(cluster(may_shrink=True, min_nodes=2, tied=tied), 4)
+    assert (found.shrinks, found.missing) == (False, 1)
+    assert fit(cluster(may_shrink=True, min_nodes=2, tied=tied), 3).missing == 0
+
+
 def test_what_is_excluded_is_not_there() -> None:
     bad = cluster(
         spares=["x", "y"],

@@ -578,6 +578,16 @@ def test_an_error_right_after_a_resume_is_tried_once_from_below_and_then_is_the_
     assert stopped(decide(first, second, third, lower_rungs=1)) == ExitCode.FAILED
 
 
+def test_a_run_that_is_tied_to_its_ranks_waits_instead_of_shrinking_and_says_why() -> None:
+    free = Cluster(nodes=["a"], min_nodes=1, max_nodes=2, may_shrink=True)
+    tied = msgspec.structs.replace(free, tied="model.experts differs between ranks")
+    lost = failed(cause=Cause.INFRASTRUCTURE, nodes=["a", "b"])
+    assert decide(lost, cluster=free).action == Action.SHRINK
+    waiting = decide(lost, cluster=tied, capacity_wait=60.0)
+    assert waiting.action == Action.WAIT
+    assert "fewer cannot go on from what is saved: model.experts differs between ranks" in waiting.reason
+
+
 # -- operators -------------------------------------------------------------------------------------------
 
 

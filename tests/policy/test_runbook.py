@@ -193,6 +193,19 @@ def test_capacity_is_enough_or_shrinks_or_waits(
     assert (inside.text.partition(":")[0], inside.code) == (word, code), "a job gets no more nodes"
 
 
+def test_a_run_that_is_tied_to_its_ranks_is_not_told_to_go_on_with_fewer() -> None:
+    tied = Cluster(
+        nodes=["a"], min_nodes=1, max_nodes=2, may_shrink=True, tied="model.w differs between ranks"
+    )
+    finding = capacity(tied, [], None)
+    assert (finding.text.partition(":")[0], finding.code) == ("wait", 28)
+    assert "fewer cannot go on: model.w differs between ranks" in finding.text
+    assert capacity(tied, [], NodeOffer(by="Slurm", nodes=1, queues=False)).text.startswith("wait:")
+    refused = world(2, 1, shared=True, tied=tied.tied)
+    assert (refused.code, refused.text) == (25, "2 ranks saved it, 1 rank would start: refused")
+    assert world(2, 2, shared=True, tied=tied.tied).code == 0
+
+
 def test_too_little_room_for_the_next_save_is_a_full_disk() -> None:
     place = StorageFacts(place="/ckpt", what="the checkpoints", free=100, needed=200)
     assert storage([place], []).code == 23

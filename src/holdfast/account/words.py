@@ -292,7 +292,7 @@ def finished_line(incidents: list[Incident], remarks: list[Remark], steps: int) 
 
 
 def _costliest(remarks: list[Remark], kind: str) -> str:
-    """What the slow rank, link or save that cost most came to: a count alone says nothing about it."""
+    """The cost of the costliest slow rank, link or save: a count alone says nothing about it."""
     candidates = [remark for remark in remarks if remark.kind == kind]
     most = max(candidates, key=lambda remark: remark.seconds, default=None)
     if most is None:

@@ -257,7 +257,7 @@ def _told(manifest: Manifest) -> dict[str, Any]:
 def _without_reading(
     one: _Side | _OtherSide, other: _Side | _OtherSide, name: str
 ) -> tuple[bool, EntryDifference | None]:
-    """(whether the answer is known, and it)."""
+    """(whether the answer is known, the answer)."""
     if name not in one.stored.tensors or name not in other.stored.tensors:
         same_kind = (name in one.stored.tensors) == (name in other.stored.tensors)
         if same_kind and one.digest(name, None) == other.digest(name, None):

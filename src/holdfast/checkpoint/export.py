@@ -4,8 +4,8 @@ Guarantee: what is written was verified as it was read, the destination appears 
 checkpoint with anything wrong in it is refused. No process group is needed: DCP stores a sharded tensor as
 plain chunks, so one process can put together what any number of ranks saved.
 
-A safetensors file is written one tensor at a time, so that no more than the largest tensor has to fit into
-memory beside the reader's buffers. The format is a length, a JSON header and the raw bytes, which needs no
+A safetensors file is written one tensor at a time, so that only the largest tensor has to fit into memory,
+besides the reader's buffers. The format is a length, a JSON header and the raw bytes, which needs no
 library. Several of them have an index, as Hugging Face's libraries expect of large models. A torch file is a
 dictionary that `torch.load(..., weights_only=True)` reads; it is put together in memory.
 """
@@ -313,7 +313,7 @@ def _write_safetensors(file: BinaryIO, source: _Weights, names: list[str]) -> No
     entries = {name: source.tensors[name] for name in names}
     for name, (dtype, _) in entries.items():
         if dtype not in _SAFETENSORS_NAMES:
-            raise UsageError(f"{name} is {dtype}, which safetensors has no word for; use --format torch")
+            raise UsageError(f"{name} is {dtype}, for which safetensors has no name; use --format torch")
     # Widest dtype first, so that every tensor is aligned to its own width without gaps, which are forbidden.
     order = sorted(entries, key=lambda name: (-entries[name][0].itemsize, name))
     header: dict[str, object] = {"__metadata__": source.about}

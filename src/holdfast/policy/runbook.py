@@ -505,8 +505,11 @@ def storage(places: Sequence[StorageFacts], alarm: Sequence[str]) -> Finding:
     return Finding(stage=Stage.STORAGE, mark=mark, text=text, evidence=evidence)
 
 
-def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Finding:
-    """Whether that many ranks can take up what others saved. `shared`: the data position is a global one."""
+def world(saved: int | None, wanted: int | None, *, shared: bool | None, tied: str = "") -> Finding:
+    """Whether that many ranks can take up what others saved.
+
+    `shared`: the data position is a global one. `tied`: what ties the state to the ranks that saved it.
+    """
     if saved is None or wanted is None:
         known = "the number of ranks that a start would have" if wanted is None else "how many ranks saved it"
         return Finding(stage=Stage.WORLD, mark=StageMark.UNKNOWN, text=f"{known} is not known")
@@ -517,6 +520,15 @@ def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Find
             text=f"{plural(saved, 'rank')} saved it, as many would start",
         )
     both = f"{plural(saved, 'rank')} saved it, {plural(wanted, 'rank')} would start"
+    if tied:
+        return Finding(
+            stage=Stage.WORLD,
+            mark=StageMark.PROBLEM,
+            text=f"{both}: refused",
+            evidence=[f"{tied}, and nothing says of which whole they are parts"],
+            code=int(ExitCode.STATE_MISFIT),
+            next=f"start {plural(saved, 'rank')}; run.track(layout=…) declares it for later checkpoints",
+        )
     if shared is None:
         text = f"{both}: whether its data position can be shared out is known only when it is loaded"
         return Finding(stage=Stage.WORLD, mark=StageMark.UNKNOWN, text=text)

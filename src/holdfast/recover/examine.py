@@ -245,7 +245,8 @@ def examine(
     report.command = command_of(started, given, nodes_to_start_with(cluster, report.drains))
     if found is not None and found.chosen not in (FRESH, REFUSED):
         wanted = ranks if ranks is not None or report.command is None else report.command.world
-        findings.append(world(found.world, wanted, shared=_shared(found)))
+        shared, tied = _bound_to_ranks(found)
+        findings.append(world(found.world, wanted, shared=shared, tied=tied))
     report.submit = "" if given else scheduler.must_be_submitted(started)
     findings.append(_command_finding(control, report.command, report.submit))
     report.exit_code = exit_code(findings)
@@ -297,16 +298,17 @@ def _begun(control: ControlDirectory) -> bool:
     return any((control.attempt(number) / "head.json").exists() for number in attempt_numbers(control))
 
 
-def _shared(found: Resolution) -> bool | None:
-    """Whether the data position of the chosen checkpoint is global, according to its manifest."""
+def _bound_to_ranks(found: Resolution) -> tuple[bool | None, str]:
+    """Whether the data position of the chosen checkpoint is global, and what else ties it to its number of
+    ranks, according to its manifest."""
     if found.path is None or found.tier != "global":
-        return None
+        return None, ""
     try:
         manifest, _ = manifests.read(Path(found.path))
     except ManifestError:
-        return None
+        return None, ""
     part = manifest.parts.get("data")
-    return part.is_global if part is not None else None
+    return part.is_global if part is not None else None, manifests.tied_words(manifest.world.tied)
 
 
 def _command_finding(control: ControlDirectory, found: Command | None, submit: str) -> Finding:

@@ -17,6 +17,7 @@ from holdfast.checkpoint.choose.sharing import reshard
 from holdfast.checkpoint.state import LeftOut, tracked_by_nobody
 from holdfast.errors import IncompleteStateError
 from kit.ranks.together import together
+from kit.tiny import checkpoints
 
 
 class Layers(nn.Module):
@@ -137,6 +138,44 @@ def test_what_a_rank_tracks_and_nobody_saved_is_named_with_its_rank(tmp_path: Pa
     for told in found:
         assert "layer7" in told
     assert "rank 1: " in found[0]
+
+
+def test_what_begins_anew_is_no_matter_at_another_number_of_ranks(tmp_path: Path) -> None:
+    """Neither a part that differs between the ranks that saved it, nor one that is no longer tracked."""
+
+    def work(rank: int) -> int:
+        saves = torch.distributed.get_world_size() == 2
+        more = {} if saves else {"checkpoint_resume_from": str(path), "checkpoint_fresh_parts": "mine,gone"}
+        run = holdfast.Run(run_dir=tmp_path / ("run" if saves else "other"), checkpoint_interval=0, **more)
+        torch.manual_seed(0)
+        gone = {"gone": Counter(1)} if saves else {}
+        run.track(model=nn.Linear(2, 2), mine=Counter(rank), **gone)
+        done = run.start()
+        if saves:
+            run.begin_step()
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        return done
+
+    path = tmp_path
+    for world in (2, 3):
+        (tmp_path / str(world)).mkdir()
+        found = together(tmp_path / str(world), world, work)
+        path = checkpoints(tmp_path / "run")[0]
+    assert found == [1, 1, 1]
+
+
+class Counter:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
 
 
 class Tracker:

@@ -435,8 +435,8 @@ def _with_origin(ladder: Ladder, timeline: Timeline, control: ControlDirectory) 
 
 
 def _with_plain(ladder: Ladder, root: CheckpointRoot) -> Ladder:
-    """Before its first attempt a run finds checkpoints in its root that nobody has a record of: to begin anew
-    beside them may be meant, or may throw away what was trained; somebody must say which."""
+    """Before its first attempt, a run may find checkpoints in its root that nobody has a record of. To begin
+    anew beside them may be intended, or may throw away what was trained; a person must say which."""
     found = directories(root.path) if root.path.is_dir() else []
     there = [path for path in found if path.is_dir() and is_checkpoint(path)]
     why = "no run has a record of it: name it with checkpoint.resume_from to go on from it, or say 'fresh'"

@@ -116,6 +116,7 @@ def load(
     if same_world:
         blob = _read_blob(reader, metadata, rank)
         others, own = blob["tracked"], blob["own"]
+        there = set(others)
     else:
         _refuse_other_tensors(tracked, metadata, manifest.world.size, world)
         blobs = [_read_blob(reader, metadata, saved) for saved in range(manifest.world.size)]
@@ -127,14 +128,15 @@ def load(
             step=manifest.step,
             rank=rank,
             world=world,
-            kinds={name: tracked.kind(name) for name in tracked.names()},
+            kinds={name: tracked.kind(name) for name in tracked.names() if name not in fresh},
             names=tracked.names_within(),
             generators=tracked.generator_names(),
         )
         others, own, notes = shared.tracked, shared.own, shared.notes
+        there = {name for blob in blobs for name in blob["tracked"]}
         plain = [name for name in shared.names if name.partition(".")[0] not in fresh]
         left = [name for name in shared.left if name.partition(".")[0] not in fresh]
-    check_fresh(tracked, fresh, there=others)
+    check_fresh(tracked, fresh, there=there)
     others = {name: part for name, part in others.items() if name not in fresh}
     check_parts([name for name in tracked.names() if name not in fresh], others)
     if "data" not in fresh:

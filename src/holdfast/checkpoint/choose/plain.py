@@ -1,10 +1,10 @@
 """A directory of checkpoints that no run of ours keeps a record of: another project's, or what is left of a
 run.
 
-Without a record there is no lineage, and no standing but what was written down beside a checkpoint; without a
-manifest there are no digests. What can be known is looked at all the same: names, sizes and chunks against
-`.metadata`; the check sums that torch.save puts into every item; that each tensor has as many bytes as it
-should, and that its values are numbers. Layouts other than plain DCP are judged in `foreign`.
+Without a record there is no lineage, and no standing except what was written down beside a checkpoint;
+without a manifest there are no digests. What can be checked is checked all the same: names, sizes and chunks
+against `.metadata`; the check sums that torch.save puts into every item; that each tensor has as many bytes
+as it should, and that its values are numbers. Layouts other than plain DCP are judged in `foreign`.
 
 Guarantee: reads only, follows no link, unpickles nothing, needs no torch.
 """
@@ -38,7 +38,7 @@ _STEP = re.compile(r"(?:[a-z_]*?(?:step|iter|iteration|checkpoint|ckpt|epoch))[-
 
 
 def is_plain_root(directory: Path) -> bool:
-    """Whether checkpoints lie here, and no run: a directory of `step_*`, or one checkpoint itself."""
+    """Whether this holds checkpoints but no run: a directory of `step_*`, or itself one checkpoint."""
     if directory.is_file():
         return is_checkpoint(directory)
     if not directory.is_dir() or (directory / "run.json").exists():
@@ -56,7 +56,7 @@ def _is_loose(path: Path) -> bool:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a path is one checkpoint itself: a directory, or a file as some projects have it."""
+    """Whether a path is itself one checkpoint: a directory, or a file as some projects have it."""
     return (directory / MANIFEST).exists() or recognise(directory) is not None
 
 
@@ -96,7 +96,7 @@ def step_of(path: Path) -> int | None:
 def inspect(
     path: Path, *, quick: bool = False, progress: Progress | None = None
 ) -> tuple[Inspection, list[str]]:
-    """What is wrong with a checkpoint, and what was looked at: all that can be, or only names and sizes."""
+    """What is wrong with a checkpoint, and what was checked: all that can be, or only names and sizes."""
     foreign = recognise(path)
     if foreign is not None and foreign.layout is not ForeignLayout.DCP:
         return examine(foreign, quick=quick, progress=progress)

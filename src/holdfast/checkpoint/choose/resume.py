@@ -182,9 +182,9 @@ class Resumer:
 
         `avoid` names rungs that an ordinary resume of this attempt leaves out, by a decision of recovery.
         `local` knows what the places of the local tier hold, if there is one; `local_unseen`: there is one,
-        and this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
-        its position. `fresh_parts` begin anew where the run begins from what it was told to: a rung that is
-        named now, that lies elsewhere, or that is named `began`, from which it began before.
+        but this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
+        its position. `fresh_parts` begin anew if the run begins from a rung that it was told to begin from:
+        one that is named now, one that lies elsewhere, or the one named `began`, from which it began before.
         `names`: the function that says which stored name is which, for checkpoints of other projects.
         """
         self._control = control

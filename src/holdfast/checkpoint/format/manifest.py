@@ -348,7 +348,7 @@ def check_planned(chunks: int, files: int) -> None:
 
 
 def decode(data: bytes) -> tuple[Manifest, str]:
-    """Parse and check a manifest; its digest."""
+    """Parse and check a manifest; returns it and its digest."""
     body, digest = _opened(data)
     manifest = _parsed(body, Manifest)
     _check_paths(manifest.files)

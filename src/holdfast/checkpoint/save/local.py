@@ -472,7 +472,7 @@ class LocalCommitter:
     def seal(
         self, plan: UsePlan, manifest: Manifest, name: CheckpointName, wait: Wait
     ) -> tuple[Manifest, str]:
-        """For rank 0: all parts are there, and are what was declared. The checkpoint is on the lineage."""
+        """For rank 0: once all parts are there and are what was declared, put it on the lineage."""
         sealed = self.sealed(name)
         if sealed is None:
             assert plan.declared is not None

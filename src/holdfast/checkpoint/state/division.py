@@ -7,7 +7,7 @@ needs of that whole.
 
 Guarantee: a part is stored where the sizes of all parts put it, never where a name or a rank number
 suggests. Parts that do not fit together (other sizes in other dimensions, a pattern that no rank's tensors
-match, an optimizer's state that is not cut as its parameter is) are refused by name.
+match, two ranks that declare the same part and hold different values) are refused by name.
 
 How far the others' parts reach is asked once, when the run begins, within the groups that were declared.
 """

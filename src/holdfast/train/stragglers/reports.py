@@ -83,7 +83,7 @@ def letter_of(mine: RankTimes) -> torch.Tensor:
     written = msgspec.json.encode(shown)
     if len(written) > LETTER:
         written = msgspec.json.encode(msgspec.structs.replace(shown, meets=_few_groups(shown.meets, 1)))
-    if len(written) > LETTER:  # better no names than no figures
+    if len(written) > LETTER:  # better figures without names than no figures
         whole = Span(mine.arrives, mine.waits, mine.busy)
         written = msgspec.json.encode(
             msgspec.structs.replace(mine, node="", device="", sections={OTHER: whole}, meets={})
@@ -528,8 +528,8 @@ class Stragglers:
         return self._report(step) if due else None
 
     def _plan(self) -> list[int]:
-        """Rank 0's word: whether a report is due, steps until the next look, whether to end all this, and
-        of how many steps one is measured from now on."""
+        """Rank 0's plan: whether a report is due, steps until the next look, whether to switch this off, and
+        one of how many steps is measured from now on."""
         if not self._group.is_coordinator:
             return [0, 0, 0, 1]
         if other := other_detector():
@@ -857,8 +857,8 @@ class StragglerDetector:
         self._stragglers.begin_step()
 
     def section(self, name: str) -> AbstractContextManager[None]:
-        """A named span of the step. `input` and `compute` have their meaning. Where it waits for others, it
-        should be in collectives, or after the last gradient of `compute`."""
+        """A named span of the step. `input` and `compute` have their usual meaning. It may wait for others in
+        collectives only, except that `compute` may at its end, after its last gradient."""
         return self._stragglers.section(name)
 
     def compute(self) -> AbstractContextManager[None]:

@@ -7,17 +7,16 @@ time, without its waiting. The late rank is the one that arrives later than the 
 Waits in collectives that were seen (`waits.py`) are taken out of own time, whatever section they are in, so
 under `fully_shard`, tensor parallelism and pipelines too the late rank is the one whose absence of waiting
 explains the others'. They are also known by the ranks that they were with. That tells three more things:
-ranks that send to each other are stages of a pipeline with work of their own, and only ranks of one stage are
-compared; ranks whose collectives do not fit together are not taken to have seen their waits; and a group in
-which even the rank that waits least waits far longer than its like do, while no rank is late, has a slow
-link.
+ranks that send to each other are stages of a pipeline, each with its own work, so only ranks of one stage are
+compared; ranks whose collectives do not match are not taken to have seen their waits; and a group has a slow
+link if no rank in it is late and yet even the rank that waits least waits far longer than in similar groups.
 
-Guarantee: a rank that waits for others is never named. Waiting that was seen as such does not count for it.
-Waiting that a rank could not tell from work (a collective in the middle of a section) makes all ranks arrive
-at the same time, the late one too; then no rank is later than the others, most are slower than they were, and
-nobody is named: it is only said that the group got slower. Where only some could tell, none is taken to have.
-A rank that is named was late in two of its last three reports, by more than noise, and by a part of a step
-that is worth a word.
+Guarantee: a rank that waits for others is never named. Waiting that was recognised as such does not count
+against it. Waiting that a rank could not tell from work (a collective that was not seen, in the middle of a
+section) makes all ranks arrive at the same time, even the late one; then no rank is later than the others,
+most are slower than they were, and nobody is named: the report only says that the group got slower. If only
+some ranks could tell, none is assumed to have. A rank that is named was late in two of its last three
+reports, by more than noise, and by a noteworthy part of a step.
 """
 
 from __future__ import annotations
