@@ -16,6 +16,7 @@ import holdfast
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.state.division import Division, SplitTensor
 from holdfast.errors import IncompleteStateError, UsageError
+from holdfast.record import ControlDirectory, tied_to_ranks
 from kit.ranks.together import together
 from kit.tiny import checkpoints
 
@@ -136,6 +137,8 @@ def test_what_is_not_declared_is_refused_by_name_at_another_number_of_ranks(tmp_
     assert found == ["100.0", "101.0"]
     (saved,) = checkpoints(tmp_path / "run")
     assert manifests.read(saved)[0].world.tied == ["model.weight"]
+    control = ControlDirectory.open(tmp_path / "run")
+    assert tied_to_ranks(control) == "model.weight differs between ranks", "as a launcher asks"
 
 
 def test_the_lowest_ranks_is_taken_where_that_is_declared_or_ddp_does_so_itself(tmp_path: Path) -> None:
@@ -222,12 +225,14 @@ def test_parts_that_are_declared_to_be_the_same_and_differ_are_refused(tmp_path:
     assert checkpoints(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("wrong", ["pattern", "size", "dimension"])
+@pytest.mark.parametrize("wrong", ["pattern", "size", "dimension", "rank"])
 def test_a_declaration_that_does_not_fit_is_refused(tmp_path: Path, wrong: str) -> None:
     def work(rank: int) -> str:
         model = nn.Module()
         model.register_buffer("table", torch.zeros(2, 2 + (rank if wrong == "size" else 0)))
-        name = "model.tabel" if wrong == "pattern" else "model.table"
+        name = "model.tabel" if wrong == "pattern" else "model.table*"
+        if wrong == "rank" and rank == 1:
+            model.register_buffer("table2", torch.zeros(2))
         split = holdfast.Split(dist.group.WORLD, 2 if wrong == "dimension" else 0)
         run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
         run.track(model=model, layout={name: split})
@@ -247,6 +252,7 @@ def test_a_declaration_that_does_not_fit_is_refused(tmp_path: Path, wrong: str) 
         "pattern": "no rank has a tensor of that name",
         "size": "differ in another one (rank 0: (2, 2), rank 1: (2, 3))",
         "dimension": "has 2 dimensions and is cut along 2",
+        "rank": "model.table2 is declared on only some of the ranks [0, 1] that share it",
     }
     for found in together(tmp_path, 2, work):
         assert told[wrong] in found

@@ -21,6 +21,7 @@ from holdfast.checkpoint.format.manifest import Proof
 from holdfast.checkpoint.save import snapshot
 from holdfast.checkpoint.state import proof
 from holdfast.checkpoint.state.proof import Initial, Report, changes, merge, weaker
+from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.errors import ExitCode, IncompleteStateError
 from holdfast.journal.events import SaveFailed
 from kit.ranks.writers import ranks
@@ -181,6 +182,24 @@ def test_what_would_not_resume_is_an_error_at_the_first_save(
     assert events_in(tmp_path / "run", SaveFailed) == [], (
         "it is not one of the failed saves that a run may have"
     )
+
+
+def test_what_this_rank_stores_and_no_load_would_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other ranks store is theirs to read; what a rank stores itself it must read back."""
+    whole = Tracked.targets
+
+    def partly(tracked: Tracked, *given: Any) -> dict[str, Any]:
+        found = whole(tracked, *given)
+        found["model"] = {name: value for name, value in found["model"].items() if name != "bias"}
+        return found
+
+    monkeypatch.setattr(Tracked, "targets", partly)
+    monkeypatch.setattr(proof, "VALUES", 0)  # nothing is compared by value
+    with pytest.raises(IncompleteStateError, match=r"model\.bias: in the checkpoint, but not tracked"):
+        run_with(tmp_path / "run", model=nn.Linear(2, 2))
+    assert checkpoints(tmp_path / "run") == []
 
 
 def test_one_rank_that_would_not_resume_is_the_same_error_on_all(tmp_path: Path) -> None:
