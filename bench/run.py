@@ -1,8 +1,9 @@
 """Holdfast side by side with plain PyTorch: `make bench`, or `python bench/run.py --help`.
 
-Writes bench/results.json, `{name: {ours, baseline, baseline_name, unit, ratio, target}}`, and prints the same
-as a table. Values are medians. A target that is not met is shown as such and is not an error: times depend on
-the machine and on who else uses it.
+Writes bench/results.json, `{name: {ours, baseline, baseline_name, unit, ratio, target}}`, after every
+benchmark, so that a run which is interrupted keeps what it measured, and prints it as a table at its end.
+Values are medians. A target that is not met is shown as such and is not an error: times depend on the machine
+and on who else uses it. A benchmark that fails is one: the others still run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,13 +328,28 @@ def summarise(benchmark: Benchmark, samples: measures.Samples) -> dict[str, Any]
     }
 
 
+def is_met(benchmark: Benchmark, result: dict[str, Any]) -> bool | None:
+    """None: it has no target."""
+    return None if benchmark.limit is None else bool(result[benchmark.of] <= benchmark.limit)
+
+
+def in_a_line(name: str, result: dict[str, Any]) -> str:
+    ratio = "" if result["ratio"] is None else f", ratio {result['ratio']:.2f}"
+    verdict = {None: "", True: ", met", False: f", not met ({result['target']})"}[
+        is_met(BENCHMARKS[name], result)
+    ]
+    return (
+        f"{name}: {result['ours']:.3f} {result['unit']} against {result['baseline']:.3f} "
+        f"({result['baseline_name']}){ratio}{verdict}"
+    )
+
+
 def show(results: dict[str, dict[str, Any]], samples: dict[str, measures.Samples], size_mib: int) -> None:
     table = Table(title=f"Holdfast beside plain PyTorch, {size_mib} MiB", title_justify="left")
     for column in ("benchmark", "ours", "baseline", "ratio", "target", ""):
         table.add_column(column, overflow="fold")
     for name, result in results.items():
         benchmark = BENCHMARKS[name]
-        met = benchmark.limit is None or result[benchmark.of] <= benchmark.limit
         ours, baseline = (
             f"{result[side]:.3f} {result['unit']}\n[dim]{min(values):.3f} … {max(values):.3f}[/dim]"
             for side, values in zip(("ours", "baseline"), samples[name], strict=True)
@@ -342,7 +361,7 @@ def show(results: dict[str, dict[str, Any]], samples: dict[str, measures.Samples
             ("" if result["ratio"] is None else f"{result['ratio']:.2f}")
             + ("\n[dim]1 is linear[/dim]" if benchmark.shows_growth else ""),
             benchmark.target,
-            "" if benchmark.limit is None else "[green]met[/green]" if met else "[red]not met[/red]",
+            {None: "", True: "[green]met[/green]", False: "[red]not met[/red]"}[is_met(benchmark, result)],
         )
     Console().print(table)
 
@@ -360,17 +379,35 @@ def main() -> None:
     wanted = [n for n in BENCHMARKS if not chosen.only or n == chosen.only or n.startswith(f"{chosen.only}-")]
     if not wanted:
         parser.error(f"--only {chosen.only}: there is {', '.join(BENCHMARKS)}")
+    sys.exit(0 if run(wanted, chosen) else 1)
+
+
+def run(wanted: list[str], chosen: argparse.Namespace) -> bool:
+    """Whether each of them could be measured."""
     results: dict[str, dict[str, Any]] = {}
     samples: dict[str, measures.Samples] = {}
+    failed = []
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=chosen.dir) as work:
-        for name in wanted:
-            samples[name] = BENCHMARKS[name].measure(Path(work), chosen.size, chosen.repeat)
-            results[name] = summarise(BENCHMARKS[name], samples[name])
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+        for number, name in enumerate(wanted, 1):
+            benchmark, begun, place = BENCHMARKS[name], time.monotonic(), f"[{number}/{len(wanted)}]"
+            print(f"{place} {name}: {benchmark.title} …", file=sys.stderr, flush=True)
+            try:
+                samples[name] = benchmark.measure(Path(work), chosen.size, chosen.repeat)
+            except Exception:  # noqa: BLE001 - whatever it was, the others are still worth measuring
+                traceback.print_exc()
+                failed.append(name)
+                continue
+            results[name] = summarise(benchmark, samples[name])
+            RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+            took = time.monotonic() - begun
+            print(f"{place} {in_a_line(name, results[name])} [{took:.0f} s]", file=sys.stderr, flush=True)
     if chosen.json:
         print(json.dumps(results, indent=2))
     else:
         show(results, samples, chosen.size)
+    if failed:
+        print(f"could not be measured: {', '.join(failed)}; the tracebacks stand above", file=sys.stderr)
+    return not failed
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
-from kit.harness import await_child, tell_where_it_stood
+from kit.harness import await_child, stood_at, tell_where_it_stood
 
 
 class Numbers(Dataset[tuple[int, torch.Tensor]]):
@@ -117,6 +117,7 @@ def end_with(work: Callable[[], None]) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        stood_at(os.getpid()).unlink(missing_ok=True)
         os._exit(code)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -113,6 +114,11 @@ PARTS = (
         "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule",
         ("_get_fsdp_state",),
         "gradients that FSDP2 keeps unreduced are not seen: do not end a step between two micro-batches",
+    ),
+    Part(
+        "torch.distributed.fsdp._flat_param:FlatParamHandle",
+        ("uses_sharded_strategy", "reshard"),
+        "a model in FullyShardedDataParallel cannot be tracked",
     ),
     Part(
         "torch.distributed.distributed_c10d",
@@ -348,6 +354,93 @@ def has_partial_reduction(module: nn.Module) -> bool:
     return any(
         getattr(group, "_partial_reduce_output", None) is not None for group in _sharded_groups(module)
     )
+
+
+# --- FSDP1 -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FlatStretch:
+    """What FSDP1 has of a parameter on this rank: a stretch of its elements, in memory shared with others."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    """Of the whole parameter."""
+    local: torch.Tensor
+    """The stretch, flat; empty if other ranks have all of it."""
+    start: int
+    """The stretch's first element, among those of the whole."""
+
+
+def flat_handle(module: nn.Module) -> Any:
+    """FSDP1's record of the parameters that it has flattened at this very module; None if there are none."""
+    return getattr(module, "_handle", None) if isinstance(module, _fsdp1()) else None
+
+
+def flat_stretches(module: nn.Module) -> list[FlatStretch]:
+    """The parameters that FSDP1 shards at this very module. What it does not shard is a plain parameter.
+
+    FSDP1 may show a whole parameter for a while, but what is trained is always this rank's stretch.
+    """
+    handle = flat_handle(module)
+    if handle is None or not handle.uses_sharded_strategy:
+        return []
+    flat = handle.flat_param
+    shard = getattr(flat, "_local_shard", flat).detach()  # before the first forward there is nothing else
+    found = []
+    described = zip(flat._params, flat._shapes, flat._shard_param_infos, flat._contiguities, strict=True)
+    for parameter, shape, place, in_order in described:
+        if not in_order:
+            raise IncompleteStateError(
+                f"FullyShardedDataParallel has flattened a parameter of shape {tuple(shape)} in an order "
+                "other than that of its dimensions (channels_last?). Make it contiguous before it is wrapped"
+            )
+        start, length = (place.offset_in_shard, place.numel_in_shard) if place.in_shard else (0, 0)
+        first = place.intra_param_start_idx if place.in_shard else 0
+        found.append(FlatStretch(parameter, torch.Size(shape), shard[start : start + length], first))
+    return found
+
+
+def forget_gathered(module: nn.Module) -> None:
+    """What FSDP1 has gathered of this module's parameters is out of date: the next forward gathers anew."""
+    handle = flat_handle(module)
+    if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
+        handle.reshard(free_unsharded_flat_param=True)
+
+
+def has_unreduced_gradient(module: nn.Module) -> bool:
+    """Whether FSDP1 keeps a gradient of the whole of what it has flattened here, which `no_sync` leaves."""
+    handle = flat_handle(module)
+    if handle is None or not handle.uses_sharded_strategy:
+        return False
+    gradient, size = handle.flat_param.grad, getattr(handle.flat_param, "_unpadded_unsharded_size", None)
+    return gradient is not None and size is not None and gradient.size() == size
+
+
+def join_gradients(module: nn.Module, given: Mapping[int, torch.Tensor]) -> None:
+    """Make these gradients of parameters, by their ids, what FSDP1 adds to at this module.
+
+    It adds to the gradient of its flat parameter, of which those of the parameters are views.
+    """
+    handle = flat_handle(module)
+    stretches = [one for one in flat_stretches(module) if id(one.parameter) in given and one.local.numel()]
+    if handle is None or not stretches:
+        return
+    flat = handle.flat_param
+    joined = torch.zeros_like(flat)
+    for one in stretches:
+        offset = one.local.storage_offset() - flat.storage_offset()
+        view = joined[offset : offset + one.local.numel()]
+        view.copy_(given[id(one.parameter)])
+        one.parameter.grad = view
+    flat.grad = joined
+
+
+@functools.cache
+def _fsdp1() -> type[nn.Module]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel
 
 
 # --- process groups ----------------------------------------------------------------------------------------

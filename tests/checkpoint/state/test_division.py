@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import holdfast
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.checkpoint.state.division import Division, SplitTensor
+from holdfast.checkpoint.state.division import Cut, Division, SplitTensor
 from holdfast.errors import IncompleteStateError, UsageError
 from holdfast.record import ControlDirectory, tied_to_ranks
 from kit.ranks.together import together
@@ -266,8 +266,91 @@ def test_a_layout_that_is_none_is_refused_at_once(layout: Any) -> None:
 
 
 def test_a_piece_says_its_place_and_nothing_else_can_be_done_with_it() -> None:
-    piece = SplitTensor(torch.ones(2, 3), torch.Size((4, 3)), torch.Size((2, 0)))
+    piece = SplitTensor(torch.ones(2, 3), torch.Size((4, 3)), [Cut((2, 0), (2, 3), (0, 0))])
     assert (piece.size(), piece.dtype) == (torch.Size((4, 3)), torch.float32)
     assert repr(piece) == "SplitTensor((2, 3) at (2, 0) of (4, 3))"
     with pytest.raises(NotImplementedError, match="use its `local`"):
         piece + 1
+
+
+class Described(nn.Module):
+    """A weight of 6 × 4 in columns of other lengths on each rank, kept in two pieces in the other order."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        whole = torch.arange(24.0).reshape(6, 4)
+        cut = {1: [0, 4], 2: [0, 3, 4], 3: [0, 1, 2, 4]}[world]
+        first, last = cut[rank], cut[rank + 1]
+        mine = whole[:, first:last]
+        self.weight = nn.Parameter(torch.cat([mine[4:], mine[:4]]))
+        self.weight.global_shape = (6, 4)  # type: ignore[attr-defined]
+        self.weight.global_offsets = ((4, first), (0, first))  # type: ignore[attr-defined]
+        self.weight.local_offsets = ((0, 0), (2, 0))  # type: ignore[attr-defined]
+        self.weight.local_sizes = ((2, last - first), (4, last - first))  # type: ignore[attr-defined]
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.square().sum()
+
+
+def test_a_parameter_that_describes_its_parts_goes_to_any_number_of_ranks(tmp_path: Path) -> None:
+    """torch's `CheckpointableTensor`: several boxes in one tensor, and no declaration in the script."""
+    run_dir = tmp_path / "run"
+
+    def work(rank: int, steps: int, until: int) -> dict[str, Any]:
+        model = Described(rank, dist.get_world_size())
+        with torch.no_grad():
+            model.weight.mul_(1 if not steps else -1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+        run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0)
+        run.track(model=model, optimizer=optimizer)
+        assert run.start() == steps
+        while run.step < until:
+            _step(run, model, optimizer)
+        run.finish()
+        momentum = optimizer.state[model.weight]["momentum_buffer"]
+        return {
+            "weight": torch.cat([model.weight[2:], model.weight[:2]]).tolist(),
+            "momentum": torch.cat([momentum[2:], momentum[:2]]).tolist(),
+        }
+
+    def on(world: int, steps: int, until: int) -> dict[str, torch.Tensor]:
+        (tmp_path / str(world)).mkdir()
+        found = together(tmp_path / str(world), world, lambda rank: work(rank, steps, until))
+        return {what: torch.cat([torch.tensor(one[what]) for one in found], dim=1) for what in found[0]}
+
+    on(2, 0, 2)
+    on(3, 2, 3)
+    last = on(1, 3, 4)
+    weight = torch.arange(24.0).reshape(6, 4).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.125, momentum=0.5)
+    for _ in range(4):
+        weight.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(last["weight"], weight)
+    assert torch.equal(last["momentum"], optimizer.state[weight]["momentum_buffer"])
+    assert [manifests.read(path)[0].world.tied for path in checkpoints(run_dir)] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "told"),
+    [
+        ("local_sizes", ((3, 4), (4, 4)), "reach beyond it or beyond the whole"),
+        ("global_offsets", ((5, 0), (0, 0)), "reach beyond it or beyond the whole"),
+        ("global_offsets", ((4, 0),), "does not say properly of what it is a part"),
+        ("global_shape", 6, "does not say properly of what it is a part"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused_by_name(fact: str, value: Any, told: str) -> None:
+    model = Described(0, 1)
+    setattr(model.weight, fact, value)
+    with pytest.raises(UsageError, match=f"^model.weight.* {told}"):
+        Division().describe({"model": model})
+
+
+def test_a_tensor_that_says_itself_what_it_is_is_not_declared_as_well() -> None:
+    division, model = Division(), Described(0, 1)
+    division.describe({"model": model})
+    division.declare({"model.weight": holdfast.Split(dist.group.WORLD, 0)})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"model\.weight says itself of what it is a part"):
+        division.settle({"model": {"weight": model.weight.detach()}})

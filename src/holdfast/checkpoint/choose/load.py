@@ -112,12 +112,15 @@ def load(
     notes: list[str] = []
     plain: list[str] = []
     left: list[str] = []
-    same_world = manifest.world.size == world
-    if same_world:
+    as_saved = manifest.world.size == world
+    if as_saved:
         blob = _read_blob(reader, metadata, rank)
+        as_saved = blob.get("held", tracked.held) == tracked.held
+    if as_saved:
         others, own = blob["tracked"], blob["own"]
         there = set(others)
     else:
+        # Other ranks, or as many that hold other parts than they did.
         _refuse_other_tensors(tracked, metadata, manifest.world.size, world)
         blobs = [_read_blob(reader, metadata, saved) for saved in range(manifest.world.size)]
         if "data" in fresh:
@@ -131,6 +134,8 @@ def load(
             kinds={name: tracked.kind(name) for name in tracked.names() if name not in fresh},
             names=tracked.names_within(),
             generators=tracked.generator_names(),
+            absent=tracked.absent(),
+            same_size=manifest.world.size == world,
         )
         others, own, notes = shared.tracked, shared.own, shared.notes
         there = {name for blob in blobs for name in blob["tracked"]}
@@ -141,7 +146,7 @@ def load(
     check_parts([name for name in tracked.names() if name not in fresh], others)
     if "data" not in fresh:
         _check_data(own["data"], needs_data)
-    seen = _own_instead(metadata, rank) if same_world else metadata
+    seen = _own_instead(metadata, rank) if as_saved else metadata
     tensors = tracked.targets(others, seen)
     check_strict(tensors, seen, but=fresh)
     wanted = flatten(tensors)
@@ -155,10 +160,10 @@ def load(
     gradients = own.get("gradients")
     if gradients is not None:
         tensors[GRADIENTS] = tracked.gradients.targets(gradients, seen)
-        if not same_world:
+        if not as_saved:
             _refuse_gradients_of_ranks(metadata, manifest.world.size)
     wanted = flatten(tensors)  # with the gradients
-    _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
+    _load_tensors(_own_first(wanted, metadata, rank) if as_saved else wanted, reader)
     rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
     reader.verify_rest(rest)
     return LoadedState(tracked, tensors, others, own, manifest, notes, fresh, left_out, names)

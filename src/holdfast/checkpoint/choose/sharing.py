@@ -1,4 +1,4 @@
-"""The per-rank parts of a checkpoint, shared out to another number of ranks by stated rules. Pure.
+"""The per-rank parts of a checkpoint, shared out to other ranks by stated rules. Pure.
 
 Tensors of models and optimizers reshard by themselves: DCP stores them under global names and offsets. For
 what each rank stored for itself:
@@ -15,6 +15,9 @@ what each rank stored for itself:
   otherwise, because samples would be repeated or left out silently.
 * saved gradients must be the same on all ranks, or sharded: refused otherwise.
 * samples and tokens are counted per rank; the ranks of the new world share out their totals.
+
+As many ranks as saved it may still hold other parts than they did (tensor parallel ranks in place of pipeline
+stages). Then each keeps its generators, data position and counters, and the rest follows the same rules.
 """
 
 from __future__ import annotations
@@ -38,13 +41,15 @@ def reshard(
     kinds: Mapping[str, str],
     names: Mapping[str, Collection[str]] | None = None,
     generators: Collection[str] = (),
+    absent: Mapping[str, Collection[str]] | None = None,
+    same_size: bool = False,
 ) -> Shared:
     """One rank's share in the new world.
 
     `kinds` of the parts that this rank tracks, `names` of the parameters and modules in its models and
-    optimizers, and which of its parts are `generators`.
+    optimizers, which of its parts are `generators`, and by optimizer the parameters of which it has nothing.
     """
-    was = len(blobs)
+    was, mine = len(blobs), blobs[rank]["own"] if same_size else {}
     names = names or {}
     tracked: dict[str, Any] = {}
     every: list[str] = []
@@ -59,6 +64,8 @@ def reshard(
             pass
         elif other is None:
             tracked[part] = first
+        elif part in generators and same_size and rank in holders:
+            tracked[part] = holders[rank]
         elif part in generators:
             tracked[part] = {"seed": _seed(run, step, part, rank, world)}
         elif kind in ("model", "optimizer"):
@@ -70,21 +77,27 @@ def reshard(
         if part in kinds and part in names:
             only = _only_model if kind == "model" else _only_optimizer
             tracked[part] = only(tracked[part], names[part])
+        if part in kinds and absent and part in absent:
+            tracked[part] = _without_state(tracked[part], absent[part])
         if part in kinds:
             whole = kind not in ("model", "optimizer")
             taken |= set(_names_in(part, holders.values() if whole else [tracked[part]]))
     tracked = {part: state for part, state in tracked.items() if part in kinds}
-    own = {
+    own = mine or {
         "counters": _share_counters([blob["own"]["counters"] for blob in blobs], rank, world),
         "data": _share_position([blob["own"]["data"] for blob in blobs], world),
         "rng": {"seed": _seed(run, step, "", rank, world)},
     }
     if (left := blobs[0]["own"].get("gradients")) is not None:
-        own["gradients"] = _share_gradients(left, [blob["own"].get("gradients") for blob in blobs], world)
+        shared = _share_gradients(left, [blob["own"].get("gradients") for blob in blobs], world)
+        own = {**own, "gradients": shared}
+    note = f"{was} ranks saved this, {world} resume it: random generators are seeded anew"
+    if same_size:
+        note = f"{was} ranks saved this, and hold other parts of it now: they are shared out by name"
     return Shared(
         tracked=tracked,
         own=own,
-        notes=[f"{was} ranks saved this, {world} resume it: random generators are seeded anew"],
+        notes=[note],
         names=every,
         left=[name for name in every if name not in taken],
     )
@@ -207,6 +220,14 @@ def _only_model(state: dict[str, Any], here: Collection[str]) -> dict[str, Any]:
     return {**found, RECORD: record} if record else found
 
 
+def _without_state(state: dict[str, Any], absent: Collection[str]) -> dict[str, Any]:
+    """The parameters stay in their groups, but nothing is kept of these."""
+    if "packed" in state:
+        return state
+    here = {name for group in state["param_groups"] for name in group["params"]} - set(absent)
+    return {**_only_optimizer(state, here), "param_groups": state["param_groups"]}
+
+
 def _only_optimizer(state: dict[str, Any], here: Collection[str]) -> dict[str, Any]:
     """What is about parameters that this rank has."""
     if "packed" in state:
@@ -240,16 +261,32 @@ def _only_optimizer(state: dict[str, Any], here: Collection[str]) -> dict[str, A
 
 
 def _share_gradients(first: dict[str, Any], all_of_them: Sequence[Any], world: int) -> dict[str, Any]:
-    entries = first["entries"]
+    every = [other["entries"] if other is not None else {} for other in all_of_them]
+    parts = _parts_of_gradients(every)
+    entries = {**first["entries"], **parts}
     own = {name for name, entry in entries.items() if entry["kind"] == "local" or name.endswith(".unsharded")}
-    alike = all(other is not None and other["entries"] == entries for other in all_of_them)
+    alike = None not in all_of_them and all({**one, **parts} == entries for one in every)
     if own or first["objects"] or not alike:
         name = min(own | first["objects"].keys(), default="some")
         raise IncompleteStateError(
             f"gradients that {len(all_of_them)} ranks have accumulated on their own cannot be shared out to "
             f"{world} ({name}). Resume with {len(all_of_them)} ranks"
         )
-    return {**first, "unsynced": []}
+    return {**first, "entries": entries, "unsynced": []}
+
+
+def _parts_of_gradients(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What ranks stored as parts of one gradient; one that held nothing of a parameter says nothing of it."""
+    found: dict[str, Any] = {}
+    for entries in every:
+        for name, entry in entries.items():
+            if entry.get("parts") and found.setdefault(name, entry) != entry:
+                raise IncompleteStateError(
+                    f"the gradient {name} was kept by some of the {len(every)} ranks that saved it as "
+                    f"{found[name]['kind']}, by others as {entry['kind']}, so it cannot be put together. "
+                    f"Resume with {len(every)} ranks that divide the parameter as they did"
+                )
+    return found
 
 
 def _share_counters(counters: Sequence[dict[str, int]], rank: int, world: int) -> dict[str, int]:

@@ -215,11 +215,12 @@ class VerifyingReader(FileSystemReader):
             name: whole.state_dict_metadata[name] for name in wanted if name in whole.state_dict_metadata
         }
         for name, value in wanted.items():
-            tensor, own = self._read_stored().tensors.get(name), _own_part(value)
+            tensor, own = self._read_stored().tensors.get(name), _own_boxes(value)
             if tensor is not None and own is not None and isinstance(tensor.chunks, Chunks):
+                within = {chunk for box in own for chunk in tensor.chunks.within(*box)}
                 chunks = [
                     ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    for offsets, sizes in tensor.chunks.within(*own)
+                    for offsets, sizes in sorted(within)
                 ]
                 entry = cast("TensorStorageMetadata", entries[name])
                 entries[name] = dataclasses.replace(entry, chunks=chunks)
@@ -454,16 +455,16 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _own_part(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offsets, sizes) of what this rank holds of a tensor, where that is known to be one box."""
+def _own_boxes(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
+    """(offsets, sizes) of what this rank holds of a tensor, where that is known to be in boxes."""
     if isinstance(value, SplitTensor):
-        return tuple(value.offsets), tuple(value.local.size())
+        return [(tuple(cut.offsets), tuple(cut.size)) for cut in value.cuts]
     if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
         return None
     if not all(type(placement) in (Shard, Replicate) for placement in value.placements):
         return None
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return tuple(offsets), tuple(sizes)
+    return [(tuple(offsets), tuple(sizes))]
 
 
 def runs(places: Iterable[Place]) -> Iterator[list[Place]]:

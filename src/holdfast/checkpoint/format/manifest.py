@@ -157,7 +157,7 @@ class CheckpointRoot:
 
 
 FORMAT = 1
-UNDERSTOOD: frozenset[str] = frozenset({"holdfast_gradients", "holdfast_nested"})
+UNDERSTOOD: frozenset[str] = frozenset({"holdfast_absent", "holdfast_gradients", "holdfast_nested"})
 """Names a manifest may list in `needs` that this release understands."""
 MAX_MANIFEST_BYTES = 16 << 30
 """As for `.metadata`: 54 million chunks of about 90 bytes, as saves write them, are 5 GB."""

@@ -52,7 +52,7 @@ from holdfast.checkpoint.format import (
 )
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import metadata as metadatas
-from holdfast.checkpoint.state import OWN, SplitTensor, split_name
+from holdfast.checkpoint.state import OWN, SplitTensor, contents
 from holdfast.errors import SaveFailedError
 from holdfast.record import Group, gather, scatter
 
@@ -211,13 +211,13 @@ class SnapshotPlanner(DefaultSavePlanner):
 
     def plain_tensors(self) -> dict[str, torch.Tensor]:
         """Those that other ranks may hold under the same name, or as the same part of a whole."""
-        return {
-            split_name(name, value): value.local if isinstance(value, SplitTensor) else value
-            for name, value in self.state_dict.items()
-            if isinstance(value, torch.Tensor)
-            and not isinstance(value, DTensor)
-            and not name.startswith(f"{OWN}.")
-        }
+        found: dict[str, torch.Tensor] = {}
+        for name, value in self.state_dict.items():
+            if type(value) is torch.Tensor and not name.startswith(f"{OWN}."):
+                found[name] = value  # the usual case, of which there may be very many
+            elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                found |= {} if name.startswith(f"{OWN}.") else contents(name, value)
+        return found
 
 
 def _require_bytes(tensor: torch.Tensor) -> None:
@@ -296,6 +296,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """By dimension of its device meshes: (this rank's place there, how many there are)."""
     parts: dict[str, PartEntry] = {}
     nested: bool = False
+    absent: bool = False
 
 
 class PlanFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,6 +308,8 @@ class PlanFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Parts that rank 0 does not track."""
     nested: bool = False
     """Whether some rank's blob holds forms (state/nested.py)."""
+    absent: bool = False
+    """Whether some rank has nothing of a parameter, and so no state of it in its blob (state/tracked.py)."""
     layout: dict[str, Any] = {}
     """The sizes of the device meshes' dimensions by name, and each rank's coordinates there."""
 
@@ -338,6 +341,7 @@ def combine(differing: Sequence[str], facts: Sequence[RankFacts]) -> PlanFacts:
         layout=layout,
         parts={name: entry for name, entry in parts.items() if name not in facts[0].parts},
         nested=any(one.nested for one in facts),
+        absent=any(one.absent for one in facts),
     )
 
 
@@ -443,7 +447,7 @@ def _properties(tensor: torch.Tensor) -> TensorProperties:
 
 def _kind(value: object) -> str:
     if isinstance(value, SplitTensor):
-        where = f"{tuple(value.local.shape)} {tuple(value.offsets)}"
+        where = f"{tuple(value.local.shape)} {value.cuts}"
         return f"part {value.dtype} {tuple(value.shape)} {where} {value.requires_grad}"
     if isinstance(value, DTensor):
         mesh, local = value.device_mesh, value.to_local()

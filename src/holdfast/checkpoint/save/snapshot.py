@@ -52,6 +52,7 @@ from holdfast.checkpoint.save.plan import (
     term,
 )
 from holdfast.checkpoint.state import (
+    ABSENT,
     GRADIENTS,
     NESTED,
     OWN,
@@ -114,6 +115,7 @@ class Snapshot:
         return [
             *([GRADIENTS] if GRADIENTS in self.parts else []),
             *([NESTED] if self.plan.facts.nested else []),
+            *([ABSENT] if self.plan.facts.absent else []),
         ]
 
     def fingerprints(self) -> list[str]:
@@ -380,7 +382,8 @@ class Snapshotter:
 
     def _to_blob(self, others: dict[str, Any], own: dict[str, Any]) -> torch.Tensor:
         try:
-            return to_blob({"format": 1, "tracked": others, "own": own}, self._blob)
+            state = {"format": 1, "held": self.tracked.held, "tracked": others, "own": own}
+            return to_blob(state, self._blob)
         except FAILURES as error:
             for name, state in others.items():
                 try:
@@ -410,6 +413,7 @@ class Snapshotter:
                 coordinates=coordinates(),
                 parts=collected.parts,
                 nested=any(map(is_lifted, collected.others.values())),
+                absent=bool(self.tracked.absent()),
             ),
         )
         tensors = _tensors(collected.planner, plan)

@@ -14,13 +14,14 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.checkpoint.state import module
     from holdfast.checkpoint.state.adapters import SplitTensor, flatten
-    from holdfast.checkpoint.state.division import Split, coordinates, split_name
+    from holdfast.checkpoint.state.division import Split, contents, coordinates
     from holdfast.checkpoint.state.gradient_state import GRADIENTS, is_placeholder
     from holdfast.checkpoint.state.module import LOOSE, RECORD
     from holdfast.checkpoint.state.nested import NESTED, is_lifted
     from holdfast.checkpoint.state.optimizer import uncollected
     from holdfast.checkpoint.state.proof import Initial, Report, Subject, first_difference, merge, prove
     from holdfast.checkpoint.state.tracked import (
+        ABSENT,
         OWN,
         LeftOut,
         Tracked,

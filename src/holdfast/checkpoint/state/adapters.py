@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -213,6 +215,24 @@ class Wrapped(dict[str, Any]):
         self.whole = whole
 
 
+class Cut(NamedTuple):
+    """A box of a whole tensor, and where a rank has it within what it holds of that tensor."""
+
+    offsets: tuple[int, ...]
+    size: tuple[int, ...]
+    at: tuple[int, ...] | int
+    """The box's corner; or its first element, where a flat tensor holds stretches of the whole."""
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The box, as a view of what the rank holds."""
+        if isinstance(self.at, int):
+            return local[self.at : self.at + math.prod(self.size)].view(self.size)
+        added = len(self.size) - len(self.at)  # dimensions that only the whole has come first
+        for dim, (start, length) in enumerate(zip(self.at, self.size[added:], strict=True)):
+            local = local.narrow(dim, start, length)
+        return local[(None,) * added] if added else local
+
+
 class SplitTensor(torch.Tensor):
     """What this rank holds of a tensor, and where in the whole that lies. Its size is that of the whole.
 
@@ -220,45 +240,56 @@ class SplitTensor(torch.Tensor):
     """
 
     local: torch.Tensor
-    offsets: torch.Size
+    cuts: tuple[Cut, ...]
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, whole: torch.Size, offsets: torch.Size) -> SplitTensor:
+    def __new__(cls, local: torch.Tensor, whole: torch.Size, cuts: Sequence[Cut]) -> SplitTensor:
         made = wrapper_around(cls, local, whole)
-        made.local, made.offsets = local, offsets
+        made.local, made.cuts = local, tuple(cuts)
         return made
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if function is torch.ops.aten.detach.default:
             whole = args[0]
-            return cls(whole.local.detach(), whole.size(), whole.offsets)
+            return cls(whole.local.detach(), whole.size(), whole.cuts)
         raise NotImplementedError(f"{function} of a part of a tensor: use its `local`")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"SplitTensor({tuple(self.local.size())} at {tuple(self.offsets)} of {tuple(self.size())})"
+        boxes = ", ".join(f"{tuple(cut.size)} at {tuple(cut.offsets)}" for cut in self.cuts)
+        return f"SplitTensor({boxes or 'nothing'} of {tuple(self.size())})"
 
     def __local_part__(self) -> torch.Tensor:
         return self.local
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(self.offsets, self.local.size())
+    def pieces(self) -> Iterator[tuple[Cut, torch.Tensor]]:
+        """The boxes that this rank holds."""
+        for cut in self.cuts:
+            yield cut, cut.of(self.local)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         del object
         properties = TensorProperties(self.dtype, self.local.layout, self.requires_grad)
-        if not self.local.numel() and self.numel():
-            return []  # of a whole that is cut into fewer parts than there are ranks
-        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=self.size())
-        return [WriteItem(MetadataIndex(fqn, self.offsets), WriteItemType.SHARD, tensor_data=data)]
+        whole_is_empty = not self.numel()
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+            if chunk.sizes.numel() or whole_is_empty  # not where there are fewer parts than ranks
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
+        return [ChunkStorageMetadata(torch.Size(cut.offsets), torch.Size(cut.size)) for cut in self.cuts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        if index.offset is not None and tuple(index.offset) != tuple(self.offsets):
-            raise ValueError(f"this rank holds {self!r}, not what lies at {tuple(index.offset)}")
-        return self.local
+        wanted = None if index.offset is None else tuple(index.offset)
+        for cut, piece in self.pieces():
+            if wanted in (None, tuple(cut.offsets)):
+                return piece
+        raise ValueError(f"this rank holds {self!r}, not what lies at {wanted}")
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
@@ -295,7 +326,7 @@ def _part_of(whole: DTensor, local: torch.Tensor, one: torch.Tensor | Wrapped) -
     size, offsets = list(one.size()), [0] * one.dim()
     for dim in cut:
         size[dim], offsets[dim] = whole.size(dim), chunk.offsets[dim]
-    return SplitTensor(one, torch.Size(size), torch.Size(offsets))
+    return SplitTensor(one, torch.Size(size), [Cut(tuple(offsets), tuple(one.size()), (0,) * one.dim())])
 
 
 def is_storable(value: object) -> bool:
@@ -338,3 +369,21 @@ def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[s
         except FAILURES as error:
             raise about(f"{prefix}.{key}", error) from error
     return tensors, others
+
+
+def child_names(module: nn.Module) -> Mapping[str, str]:
+    """By attribute, the names of children that go by another one in a checkpoint.
+
+    A pipeline stage of Megatron-core's numbers its layers from 0 on, on every rank; each layer knows which
+    one it is in the whole model.
+    """
+    if not isinstance(module, nn.ModuleList) or not hasattr(next(iter(module), None), "layer_number"):
+        return {}
+    numbers = {
+        name: getattr(child, "layer_number", None) if hasattr(child, "sharded_state_dict") else None
+        for name, child in module._modules.items()
+    }
+    if any(not isinstance(number, int) or number < 1 for number in numbers.values()):
+        return {}
+    found = {name: str(cast("int", number) - 1) for name, number in numbers.items()}
+    return found if len(set(found.values())) == len(found) else {}

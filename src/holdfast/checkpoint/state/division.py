@@ -1,32 +1,46 @@
-"""Plain tensors that are parts of larger ones, as `run.track(layout=…)` declares them.
+"""Plain tensors that are parts of larger ones: as `run.track(layout=…)` declares them, or as they say.
 
-Tensor-parallel and expert-parallel ranks hold different plain tensors under one name. Nothing in such a
-tensor says so: without a declaration it is kept for its rank and refused at another number of ranks. With
-one, each rank stores its part at the place that it has in the whole, and any number of ranks reads what it
-needs of that whole.
+Tensor-parallel and expert-parallel ranks hold different plain tensors under one name. As long as nothing
+says of which whole such a tensor is a part, it is kept for its rank and refused at another number of ranks.
+Once that is known, each rank stores its part at the place that it has in the whole, and any number of ranks
+reads what it needs of that whole. It is known from
+
+* `layout`: the script declares it, by patterns of names;
+* FSDP1, which keeps of each parameter a stretch of its elements: boxes of the whole, in the order of memory;
+* `global_shape` and what goes with it on a parameter (`CheckpointableTensor` in torch's DCP);
+* `sharded_state_dict` of a model, as Megatron-core's have it.
 
 Guarantee: a part is stored where the sizes of all parts put it, never where a name or a rank number
 suggests. Parts that do not fit together (other sizes in other dimensions, a pattern that no rank's tensors
 match, two ranks that declare the same part and hold different values) are refused by name.
 
-How far the others' parts reach is asked once, when the run begins, within the groups that were declared.
+How far the others' parts reach is asked once, when the run begins, within the groups that were declared; all
+else is known to the rank itself.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.nn.parameter import is_lazy
 
-from holdfast.checkpoint.state.adapters import SplitTensor, Wrapped
+from holdfast.base import flat_stretches
+from holdfast.checkpoint.state.adapters import Cut, SplitTensor, Wrapped
+from holdfast.checkpoint.state.module import members, registered
 from holdfast.errors import UsageError
+
+log = logging.getLogger("holdfast.checkpoint")
 
 LOWEST = "lowest"
 """Said of tensors that differ between ranks: at another number of ranks all take the lowest rank's."""
@@ -77,15 +91,15 @@ class _DeclaredTensor(NamedTuple):
         return f"{self.part}.{self.entry}"
 
 
-class _PlaceInWhole(NamedTuple):
-    """Where the part of one tensor lies, with its own size."""
+class Placed(NamedTuple):
+    """Where in the whole a rank's part of one tensor lies, and what size that part has."""
 
     whole: torch.Size
-    offsets: torch.Size
+    cuts: tuple[Cut, ...]
     local: torch.Size
 
     def of(self, tensor: torch.Tensor) -> SplitTensor:
-        return SplitTensor(tensor, self.whole, self.offsets)
+        return SplitTensor(tensor, self.whole, self.cuts)
 
 
 Rule = Split | str
@@ -96,7 +110,7 @@ class Division:
 
     def __init__(self) -> None:
         self._rules: dict[str, Rule] = {}
-        self._places: dict[str, dict[str, _PlaceInWhole]] = {}
+        self._places: dict[str, dict[str, Placed]] = {}
         """By model and the name of the entry in it."""
         self.idle: set[str] = set()
         """Patterns that match no tensor of this rank; another rank may have some."""
@@ -130,15 +144,19 @@ class Division:
         pattern = self._pattern_of(name)
         return pattern is not None and self._rules[pattern] == LOWEST
 
+    def describe(self, models: Mapping[str, nn.Module]) -> None:
+        """Take up what the tensors of these models say of themselves; nothing is asked of other ranks."""
+        found = {part: _described(part, model) for part, model in models.items()}
+        self._places = {part: places for part, places in found.items() if places}
+
     def settle(self, models: Mapping[str, Mapping[str, Any]]) -> None:
         """Find out where each declared part lies, together with the ranks that hold the others.
 
-        `models`: the tensors of each tracked model, by name.
+        `models`: the tensors of each tracked model, by name. What they say of themselves was found before.
         """
         if not self._rules:
             return
-        self._places = {}
-        members: dict[str, list[_DeclaredTensor]] = {pattern: [] for pattern in self._rules}
+        declared: dict[str, list[_DeclaredTensor]] = {pattern: [] for pattern in self._rules}
         self.idle = set(self._rules)
         for part, entries in models.items():
             for entry, value in entries.items():
@@ -147,17 +165,23 @@ class Division:
                 pattern = self._pattern_of(name)
                 if pattern is None or not isinstance(self._rules[pattern], Split):
                     continue
+                if entry in self._places.get(part, {}):
+                    raise UsageError(
+                        f"track(layout=…): {name} says itself of what it is a part "
+                        "(FullyShardedDataParallel, CheckpointableTensor or sharded_state_dict); drop it "
+                        "from the layout"
+                    )
                 if not _is_plain(value):
                     kind = type(value.whole if isinstance(value, Wrapped) else value).__name__
                     raise UsageError(
                         f"track(layout=…): {name} is a {kind}, which says itself how it is divided or "
                         "consists of other tensors; declare plain tensors only"
                     )
-                members[pattern].append(_DeclaredTensor(part, entry, value.size()))
+                declared[pattern].append(_DeclaredTensor(part, entry, value.size()))
         # In the order of the declarations, and also where this rank has none: the others wait for its answer.
         for pattern, rule in self._rules.items():
             if isinstance(rule, Split):
-                for one, place in zip(members[pattern], _placed(rule, members[pattern]), strict=True):
+                for one, place in zip(declared[pattern], _placed(rule, declared[pattern]), strict=True):
                     self._places.setdefault(one.part, {})[one.entry] = place
 
     # --- between what this rank holds and what is stored ----------------------------------------------------
@@ -203,11 +227,24 @@ class Division:
                     _localise(entries, key, places[name])
         return replace(metadata, state_dict_metadata=entries)
 
+    def absent(self, model: str) -> frozenset[str]:
+        """Names of a model's parameters of which this rank holds nothing, though others do."""
+        places = self._places.get(model, {})
+        return frozenset(name for name, one in places.items() if not one.local.numel() and one.whole.numel())
+
+    def place(self, name: str, tensor: torch.Tensor) -> Placed | None:
+        """Where a gradient of the parameter of this full name lies; None if it is of another size."""
+        if not self._places:
+            return None
+        part, _, entry = name.partition(".")
+        found = self._places.get(part, {}).get(entry)
+        return found if found is not None and tensor.size() == found.local and _is_plain(tensor) else None
+
     def __bool__(self) -> bool:
         return bool(self._places)
 
 
-def _placed(rule: Split, members: Sequence[_DeclaredTensor]) -> Iterator[_PlaceInWhole]:
+def _placed(rule: Split, members: Sequence[_DeclaredTensor]) -> Iterator[Placed]:
     """Where these parts lie, from the sizes of all parts: those in the same innermost group first."""
     wholes = [list(one.size) for one in members]
     offsets = [[0] * len(one.size) for one in members]
@@ -226,7 +263,8 @@ def _placed(rule: Split, members: Sequence[_DeclaredTensor]) -> Iterator[_PlaceI
             offset[dim] += sum(along[:mine])
             size[dim] = sum(along)
     for one, whole, offset in zip(members, wholes, offsets, strict=True):
-        yield _PlaceInWhole(torch.Size(whole), torch.Size(offset), one.size)
+        cut = Cut(tuple(offset), tuple(one.size), (0,) * len(offset))
+        yield Placed(torch.Size(whole), (cut,), one.size)
 
 
 def _check_fit(
@@ -252,11 +290,163 @@ def _check_fit(
             )
 
 
+# --- what tensors say of themselves -------------------------------------------------------------------------
+
+
+def _described(part: str, model: nn.Module) -> dict[str, Placed]:
+    """By name, where a model's parameters and buffers lie that somebody else than the script divided."""
+    found: dict[str, Placed] = {}
+    flat = {id(one.parameter): one for module in model.modules() for one in flat_stretches(module)}
+    sharded = _by_memory(_sharded_state(part, model))
+    for name, tensor in registered(members(model)).items():
+        if (stretch := flat.get(id(tensor))) is not None:
+            if type(tensor) is not nn.Parameter:
+                raise UsageError(
+                    f"track({part}=…): {name} is a {type(tensor).__name__} in FullyShardedDataParallel, "
+                    "whose parts are known of plain parameters only; use fully_shard instead"
+                )
+            cuts = tuple(boxes(stretch.shape, stretch.start, stretch.local.numel()))
+            found[name] = Placed(stretch.shape, cuts, stretch.local.size())
+        elif _is_plain(tensor) and not is_lazy(tensor):
+            place = _own_description(f"{part}.{name}", tensor) or _sharded_place(tensor, sharded)
+            if place is not None:
+                found[name] = place
+    return found
+
+
+def boxes(shape: Sequence[int], start: int, length: int) -> Iterator[Cut]:
+    """Pure: a stretch of a tensor's elements, in memory order, as the fewest boxes that follow each other."""
+    if not math.prod(shape):
+        yield Cut((0,) * len(shape), tuple(shape), 0)
+        return
+    inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    at = 0
+    while at < length:
+        first, left = start + at, length - at
+        # The outermost dimension along which the rest begins, and goes on for at least one step.
+        dim = next((d for d, n in enumerate(inner) if first % n == 0 and left >= n), None)
+        if dim is None:  # no dimensions at all
+            yield Cut((), (), at)
+            return
+        index = [first // n % size for n, size in zip(inner, shape, strict=True)]
+        count = min(left // inner[dim], shape[dim] - index[dim])
+        offsets = (*index[: dim + 1], *(0 for _ in shape[dim + 1 :]))
+        yield Cut(offsets, (*(1 for _ in shape[:dim]), count, *shape[dim + 1 :]), at)
+        at += count * inner[dim]
+
+
+def _own_description(name: str, tensor: torch.Tensor) -> Placed | None:
+    """What a parameter says as torch's `CheckpointableTensor` does: by attributes, whatever the release."""
+    said = [getattr(tensor, fact, None) for fact in _FACTS]
+    if any(one is None for one in said):
+        return None
+    try:
+        whole, offsets, corners, sizes = cast("list[Any]", said)
+        whole = torch.Size(whole)
+        cuts = [
+            Cut(tuple(offset), tuple(size), tuple(corner))
+            for offset, size, corner in zip(offsets, sizes, corners, strict=True)
+        ]
+        fits = all(
+            _is_within(cut.offsets, cut.size, whole) and _is_within(corner, cut.size, tensor.size())
+            for cut, corner in zip(cuts, corners, strict=True)
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{name} does not say properly of what it is a part ({error}): {_told(said)}"
+        ) from None
+    if not fits:
+        raise UsageError(
+            f"{name}, of shape {tuple(tensor.size())}, says that it has parts which reach beyond it or "
+            f"beyond the whole: {_told(said)}"
+        )
+    return Placed(whole, tuple(cuts), tensor.size())
+
+
+def _is_within(corner: Sequence[int], size: Sequence[int], outer: Sequence[int]) -> bool:
+    if not len(corner) == len(size) == len(outer):
+        return False
+    return all(at >= 0 and at + n <= most for at, n, most in zip(corner, size, outer, strict=True))
+
+
+_FACTS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def _told(said: Sequence[Any]) -> str:
+    return ", ".join(f"{fact} {one}" for fact, one in zip(_FACTS, said, strict=True))
+
+
+def _sharded_state(part: str, model: nn.Module) -> Iterator[Any]:
+    """What the outermost modules with a `sharded_state_dict` give: objects like Megatron's ShardedTensor."""
+    outermost: list[str] = []
+    for member in members(model):
+        if member.raw.startswith(tuple(outermost)) or not hasattr(member.module, "sharded_state_dict"):
+            continue
+        outermost.append(member.raw or ".")
+        try:
+            # By itself each layer is an entry of its own, whatever part of the model is on this rank.
+            given = cast("Any", member.module).sharded_state_dict(metadata={"non_homogeneous_layers": True})
+            yield from _leaves(given)
+        except Exception as error:  # noqa: BLE001 - somebody else's code, without which the run can go on
+            log.warning(
+                "holdfast: track(%s=…): its sharded_state_dict failed (%s: %s), so what is divided among "
+                "ranks is kept for each of them, and no other number of ranks can resume",
+                part,
+                type(error).__name__,
+                " ".join(str(error).split()),
+            )
+        if not member.raw:
+            return
+
+
+def _leaves(given: Any) -> Iterator[Any]:
+    """The sharded tensors in a state, those that are stored in several parts by these."""
+    if isinstance(given, Mapping):
+        for one in given.values():
+            yield from _leaves(one)
+    elif isinstance(given, list | tuple):
+        for one in given:
+            yield from _leaves(one)
+    elif callable(build := getattr(given, "build", None)):
+        yield from _leaves(build())
+    elif isinstance(getattr(given, "data", None), torch.Tensor) and hasattr(given, "global_offset"):
+        yield given
+
+
+def _by_memory(sharded: Iterable[Any]) -> dict[int, list[Any]]:
+    """By the memory in which they lie. Left out is what is more than a box of the same dimensions."""
+    found: dict[int, list[Any]] = {}
+    for one in sharded:
+        if not getattr(one, "prepend_axis_num", 0) and getattr(one, "flattened_range", None) is None:
+            found.setdefault(one.data.untyped_storage().data_ptr(), []).append(one)
+    return found
+
+
+def _sharded_place(tensor: torch.Tensor, sharded: Mapping[int, Sequence[Any]]) -> Placed | None:
+    """Where a tensor lies by what its model says of it; None if that does not account for all of it."""
+    cuts: list[Cut] = []
+    whole: torch.Size | None = None
+    if not sharded or not tensor.is_contiguous() or not tensor.numel():
+        return None
+    for one in sharded.get(tensor.untyped_storage().data_ptr(), []):
+        first = one.data.storage_offset() - tensor.storage_offset()
+        if one.data.dim() != tensor.dim() or one.data.stride() != tensor.stride() or first < 0:
+            continue
+        corner = tuple(
+            first // stride % size for stride, size in zip(tensor.stride(), tensor.size(), strict=True)
+        )
+        cuts.append(Cut(tuple(one.global_offset), tuple(one.data.size()), corner))
+        whole = torch.Size(one.global_shape)
+    if whole is None or sum(math.prod(cut.size) for cut in cuts) != tensor.numel():
+        return None
+    return Placed(whole, tuple(cuts), tensor.size())
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor | SplitTensor)
 
 
-def _cut(node: Any, place: _PlaceInWhole) -> Any:
+def _cut(node: Any, place: Placed) -> Any:
     """An optimizer's state of a parameter: what has the parameter's shape is cut as the parameter is."""
     if isinstance(node, Wrapped):
         return node
@@ -273,15 +463,17 @@ def _mended(node: Any) -> Any:
     return node
 
 
-def _localise(entries: dict[str, Any], key: str, place: _PlaceInWhole) -> None:
+def _localise(entries: dict[str, Any], key: str, place: Placed) -> None:
     entry = entries.get(key)
     if isinstance(entry, TensorStorageMetadata) and entry.size == place.whole:
         entries[key] = replace(entry, size=place.local)
 
 
-def split_name(name: str, tensor: torch.Tensor) -> str:
-    """What a tensor's contents are known by among ranks: parts of one tensor are different things."""
-    return f"{name}{list(tensor.offsets)}" if isinstance(tensor, SplitTensor) else name
+def contents(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a rank holds, by what it is known by among ranks: parts of one tensor are different things."""
+    if not isinstance(tensor, SplitTensor):
+        return {name: tensor}
+    return {f"{name}{list(cut.offsets)}": piece for cut, piece in tensor.pieces()}
 
 
 def coordinates() -> dict[str, tuple[int, int]]:

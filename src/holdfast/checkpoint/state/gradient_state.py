@@ -42,12 +42,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from holdfast.base import (
     ShardedParameter,
     compute_local_shape_and_global_offset,
+    flat_handle,
     has_partial_reduction,
+    has_unreduced_gradient,
     is_traceable_wrapper_subclass,
+    join_gradients,
     local_part,
     scaler_findings,
     sharded_parameters,
 )
+from holdfast.checkpoint.state.adapters import SplitTensor, child_names
+from holdfast.checkpoint.state.division import Placed
 from holdfast.errors import CheckpointError, IncompleteStateError, SaveFailedError
 
 if TYPE_CHECKING:
@@ -170,6 +175,8 @@ class _Layout:
     replicas: list[tuple[str, nn.parallel.DistributedDataParallel]]
     sharded: list[tuple[str, nn.Module]]
     """Modules at which FSDP2 shards."""
+    flattened: list[tuple[str, nn.Module]]
+    """Modules whose parameters FSDP1 has made into a flat one."""
 
 
 class GradientState:
@@ -362,13 +369,10 @@ class GradientState:
         known = self._tracked.unchanged()
         of = (known, self._parameters_of(self._tracked.optimizers())) if known is not None else None
         if self._layout is None or of is None or of != self._layout_of:
-            sharded = [
-                (path, module)
-                for name, model in self._tracked.models()
-                for path, module in _modules(model, name, set())
-                if sharded_parameters(module)
-            ]
-            self._layout = _Layout(list(self._places()), list(self._replicas()), sharded)
+            modules = [one for name, model in self._tracked.models() for one in _modules(model, name, set())]
+            sharded = [(path, module) for path, module in modules if sharded_parameters(module)]
+            flattened = [(path, module) for path, module in modules if flat_handle(module) is not None]
+            self._layout = _Layout(list(self._places()), list(self._replicas()), sharded, flattened)
             self._layout_of = of
         return self._layout
 
@@ -430,7 +434,8 @@ class GradientState:
                 place.hidden is None
                 and may_leave_out(owned=mine in owned, stepped=mine in ours, seen_used=self._used.get(name))
             ):
-                entries[name] = described("spent", gradient)
+                part = self._tracked.division.place(name, gradient) if place.hidden is None else None
+                entries[name] = described("spent", gradient if part is None else part.of(gradient.detach()))
                 self._left_out.add(name)
                 if name in self._renewed and name not in self._watches:
                     setattr(gradient, _MARK, self._token)
@@ -439,9 +444,13 @@ class GradientState:
                     self._watch(place)
             else:
                 doubtful.append((place, gradient))
+        place_of = self._tracked.division.place
         zeros = _all_zero([gradient for _, gradient in doubtful])
         tensors: dict[str, torch.Tensor] = {}
         for (place, gradient), is_zero in zip(doubtful, zeros, strict=True):
+            part = place_of(place.name, gradient) if place.hidden is None else None
+            if part is not None:
+                gradient = part.of(gradient.detach())
             left_out = is_zero and not _is_shared_out(gradient)
             kind = "zero" if left_out else "stored"
             if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
@@ -494,32 +503,51 @@ class GradientState:
                 stored = metadata.state_dict_metadata.get(f"{GRADIENTS}.{name}")
                 if not isinstance(stored, TensorStorageMetadata):
                     raise CheckpointError(f"incomplete: the gradient {name} is missing from this checkpoint")
-                whole = _made(places[name], entry, torch.empty_like)
+                place = places[name]
+                part = self._part_of(place, entry)
+                whole = _made(place, entry, torch.empty_like, part)
+                if part is not None:
+                    whole = part.of(whole)
                 targets[name] = local_part(whole) if entry["kind"] == "local" else whole
         return targets
+
+    def _part_of(self, place: _Place, entry: Mapping[str, Any]) -> Placed | None:
+        """This rank's part of a gradient, where that is of a whole that was stored as such."""
+        if place.hidden is not None:
+            return None
+        part = self._tracked.division.place(place.name, place.parameter)
+        return part if part is not None and tuple(entry["shape"]) == tuple(part.whole) else None
 
     @torch.no_grad()
     def apply(self, described: Mapping[str, Any], loaded: Mapping[str, torch.Tensor]) -> None:
         """Put every gradient where it was; a parameter that had none gets none."""
         entries, objects = described["entries"], described["objects"]
+        divided: dict[int, torch.Tensor] = {}
         for place in list(self._places()):
             gradient: torch.Tensor | None = None
             entry = entries.get(place.name)
+            part = self._part_of(place, entry) if entry is not None else None
+            if part is not None and not part.local.numel():
+                entry = None  # FSDP1 has none where it has nothing of the parameter
             if place.name in objects:
                 gradient = objects[place.name].to(place.parameter.device)
             elif entry is not None and entry["kind"] == "zero":
-                gradient = _made(place, entry, torch.zeros_like)
+                gradient = _made(place, entry, torch.zeros_like, part)
             elif entry is not None and entry["kind"] == "spent":
-                gradient = _made(place, entry, _nans)
+                gradient = _made(place, entry, _nans, part)
                 setattr(gradient, _SPENT, True)
             elif entry is not None:
-                gradient = loaded[place.name]
+                gradient = loaded[place.name] if part is None else local_part(loaded[place.name])
                 if entry["kind"] == "local":
                     gradient = _around(place.parameter, gradient, entry["placements"])
             if gradient is not None or place.read() is not None:
                 place.write(gradient)
             if gradient is not None and is_placeholder(gradient):
                 self._watch(place, placeholder=True)
+            elif gradient is not None and part is not None:
+                divided[id(place.parameter)] = gradient
+        for _, module in self._now_laid_out().flattened if divided else ():
+            join_gradients(module, divided)
         for path, replica in self._replicas():
             if path in described["unsynced"]:
                 replica.require_forward_param_sync = False
@@ -532,6 +560,13 @@ def _refuse_half_a_reduction(layout: _Layout) -> None:
                 f"the gradients of {path} are reduced within each replica but not yet between the replicas "
                 "(set_requires_all_reduce(False)). A checkpoint cannot hold that: end the step after the "
                 f"micro-batch that reduces them. {PATTERN}"
+            )
+    for path, module in layout.flattened:
+        if has_unreduced_gradient(module):
+            raise SaveFailedError(
+                f"FullyShardedDataParallel has gradients of {path} that are not reduced yet (no_sync). A "
+                "checkpoint cannot hold these: end the step after the micro-batch that reduces them. "
+                f"{PATTERN}"
             )
 
 
@@ -549,14 +584,17 @@ def _modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str
     seen.add(id(module))
     yield path, module
     replica = isinstance(module, nn.parallel.DistributedDataParallel)
+    called = child_names(module)
     for name, child in module.named_children():
         wraps = name in _WRAPPED_IN or (replica and name == "module")
-        yield from _modules(child, path if wraps else f"{path}.{name}", seen)
+        yield from _modules(child, path if wraps else f"{path}.{called.get(name, name)}", seen)
 
 
 def _is_shared_out(gradient: torch.Tensor) -> bool:
     """Whether each rank holds a part of it: then what is in one part must not decide, or ranks would differ,
     and a checkpoint that holds only some of its parts cannot be planned."""
+    if isinstance(gradient, SplitTensor):
+        return True
     return isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
 
 
@@ -609,18 +647,22 @@ class _Described:
 
     def __call__(self, kind: str, gradient: torch.Tensor) -> dict[str, Any]:
         placements = None if type(gradient) is torch.Tensor else getattr(gradient, "placements", None)
-        alike = (kind, gradient.dtype, gradient.shape, placements)
+        alike = (kind, gradient.dtype, gradient.shape, placements, isinstance(gradient, SplitTensor))
         found = self._known.get(alike)
         if found is None:
             found = {"kind": kind, "dtype": gradient.dtype, "shape": tuple(gradient.shape)}
             found["placements"] = placements
+            if isinstance(gradient, SplitTensor):
+                found["parts"] = True
             self._known[alike] = found
         return found
 
 
-def _made(place: _Place, entry: Mapping[str, Any], fill: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """A gradient as it is described, for this parameter."""
-    parameter, shape = place.parameter, tuple(entry["shape"])
+def _made(
+    place: _Place, entry: Mapping[str, Any], fill: Callable[..., torch.Tensor], part: Placed | None = None
+) -> torch.Tensor:
+    """A gradient as it is described, for this parameter; or this rank's part of it."""
+    parameter, shape = place.parameter, tuple(entry["shape"] if part is None else part.local)
     if shape != tuple(parameter.shape):
         raise IncompleteStateError(
             f"the gradient {place.name} has shape {shape} in the checkpoint; the parameter's is "

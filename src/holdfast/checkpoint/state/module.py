@@ -17,6 +17,7 @@ and names what is not. Two things make it so:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections import OrderedDict
@@ -27,14 +28,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from holdfast.base import ActivationWrapper, InstanceNorm, NormBase, local_part
+from holdfast.base import (
+    ActivationWrapper,
+    InstanceNorm,
+    NormBase,
+    flat_stretches,
+    forget_gathered,
+    local_part,
+)
 from holdfast.checkpoint.format import fingerprint as fingerprints
 from holdfast.checkpoint.format import plain
-from holdfast.checkpoint.state.adapters import SplitTensor, Wrapped, rewrapped, split
+from holdfast.checkpoint.state.adapters import SplitTensor, Wrapped, child_names, rewrapped, split
 from holdfast.errors import IncompleteStateError, SaveFailedError
 
 RECORD = "holdfast.changed"
@@ -54,7 +63,7 @@ PLAIN_LOADS = (
 """Loads that only copy what is registered, as long as the checkpoint has all of it. Those of normalisations
 add or leave out what releases before 0.4 did not store."""
 PLAIN_HOOKS = (
-    "torch.distributed.fsdp._fully_shard.",
+    "torch.distributed.fsdp.",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "torch.nn.utils.parametrizations",
 )
@@ -89,13 +98,15 @@ def _members(member: Submodule) -> Iterator[Submodule]:
     module = member.module
     foreign = member.foreign or _loads_its_own_way(module)
     yield Submodule(module, member.raw, member.key, member.name, foreign)
+    called = child_names(module)
     for child_name, child in module._modules.items():
         if child is None:
             continue
-        raw = key = name = f"{child_name}."
+        raw = key = f"{child_name}."
+        name = f"{called.get(child_name, child_name)}."
         if isinstance(module, ActivationWrapper):
             key = name = ""
-        elif isinstance(module, DistributedDataParallel) or _is_compiled(module):
+        elif isinstance(module, DistributedDataParallel | FullyShardedDataParallel) or _is_compiled(module):
             name = ""
         yield from _members(Submodule(child, member.raw + raw, member.key + key, member.name + name, foreign))
 
@@ -158,7 +169,7 @@ def _longest(by_prefix: Mapping[str, Submodule], path: str) -> Submodule:
             return member
 
 
-def _registered(found: list[Submodule]) -> dict[str, torch.Tensor]:
+def registered(found: list[Submodule]) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, by name."""
     return {
         member.name + leaf: tensor
@@ -166,6 +177,37 @@ def _registered(found: list[Submodule]) -> dict[str, torch.Tensor]:
         for leaf, tensor in [*member.module._parameters.items(), *member.module._buffers.items()]
         if tensor is not None and leaf not in member.module._non_persistent_buffers_set
     }
+
+
+def _stretches(found: list[Submodule]) -> dict[str, torch.Tensor]:
+    """What FSDP1 has of its parameters on this rank, by name."""
+    flat = {id(one.parameter): one.local for member in found for one in flat_stretches(member.module)}
+    return {name: flat[id(one)] for name, one in _parameters(found) if id(one) in flat} if flat else {}
+
+
+@contextlib.contextmanager
+def _as_it_is_here(model: nn.Module) -> Iterator[None]:
+    """Without FSDP1's hooks, which gather a state on all ranks, and expect a gathered one at a load."""
+    kept: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in model.modules():
+            for kind in _STATE_HOOKS if isinstance(module, FullyShardedDataParallel) else ():
+                hooks = getattr(module, kind)
+                kept.append((module, kind, hooks))
+                own = ((key, hook) for key, hook in hooks.items() if _is_own(hook))
+                setattr(module, kind, type(hooks)(own))
+        yield
+    finally:
+        for module, kind, hooks in kept:
+            setattr(module, kind, hooks)
+
+
+_STATE_HOOKS = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 def same_memory(a: Any, b: Any) -> bool:
@@ -181,7 +223,7 @@ def same_memory(a: Any, b: Any) -> bool:
         return (
             isinstance(a, SplitTensor)
             and isinstance(b, SplitTensor)
-            and (a.size(), a.offsets) == (b.size(), b.offsets)
+            and (a.size(), a.cuts) == (b.size(), b.cuts)
             and same_memory(a.local, b.local)
         )
     if isinstance(a, DTensor) or isinstance(b, DTensor):
@@ -250,9 +292,11 @@ def look_at(model: nn.Module) -> Built:
     built.training = {member.name: member.module.training for member in found}
     built.foreign = {member.name for member in found if member.foreign}
     first: dict[int, str] = {}
+    here = _stretches(found)
     for name, parameter in _parameters(found):
         tied_to = first.setdefault(id(parameter), name)
-        built.parameters[name] = _Parameter(_kind(parameter), parameter.requires_grad, tied_to)
+        kind = _kind(here.get(name, parameter))
+        built.parameters[name] = _Parameter(kind, parameter.requires_grad, tied_to)
     loose = {name: buffer for name, buffer, persistent in _buffers(found) if not persistent}
     prints = _fingerprints(loose)
     for name, buffer, persistent in _buffers(found):
@@ -363,18 +407,18 @@ def _refuse_misfits(
     names = _Names(found)
     problems: list[str] = []
     now = {name: parameter for name, parameter in _parameters(found) if names.owner(name).name not in foreign}
+    here = _stretches(found)
     first: dict[int, str] = {}
     for name, parameter in _parameters(found):
-        tied_to = first.setdefault(id(parameter), name)
+        tied_to, now_kind = first.setdefault(id(parameter), name), _kind(here.get(name, parameter))
         was, kind = built.parameters.get(name), type(names.owner(name).module).__name__
         if name not in now:
             continue
         if was is None:
             problems.append(f"{part}.{name}, a parameter of {kind}, was added")
-        elif was.kind is not None and was.kind != _kind(parameter):
+        elif was.kind is not None and was.kind != now_kind:
             problems.append(
-                f"{part}.{name}, a parameter of {kind}, became {_told(_kind(parameter))}; "
-                f"it was {_told(was.kind)}"
+                f"{part}.{name}, a parameter of {kind}, became {_told(now_kind)}; it was {_told(was.kind)}"
             )
         elif was.tied_to != tied_to:
             tied = f"is the same as {tied_to}"
@@ -418,11 +462,12 @@ def _told(kind: tuple[object, ...] | None) -> str:
 
 def collect(model: nn.Module, part: str, built: Built | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors by name, everything else by name); the tensors alias live state where the state_dict's do."""
-    with torch.no_grad():
+    with torch.no_grad(), _as_it_is_here(model):
         state = model.state_dict()
     found = members(model)  # after the state_dict, which may put shards in place
     names = _Names(found)
-    tensors, others = split({names.name(key): value for key, value in state.items()}, part)
+    given = {names.name(key): value for key, value in state.items()}
+    tensors, others = split({**given, **_stretches(found)}, part)
     record: dict[str, Any] = {}
     if built is not None:
         record, loose = _changes(found, built, part)
@@ -467,10 +512,10 @@ def targets(model: nn.Module, part: str, saved: Mapping[str, Any], metadata: Met
     record = saved.get(RECORD, {})
     changed = {*record.get("buffers", []), *(LOOSE + name for name in record.get("loose", []))}
     found = members(model)
-    names, registered = _Names(found), _registered(found)
+    names, memory = _Names(found), {**registered(found), **_stretches(found)}
     wanted: dict[str, Any] = {}
     for name, value in live.items():
-        if name not in changed and _is_in_place(name, value, registered, names):
+        if name not in changed and _is_in_place(name, value, memory, names):
             wanted[name] = value
         elif _is_stored(name, value, stored):
             wanted[name] = _fresh(name, value, stored)
@@ -527,7 +572,7 @@ def _fresh(name: str, like: Any, stored: Mapping[str, TensorStorageMetadata]) ->
     if entry is None:
         return like
     if isinstance(like, SplitTensor):
-        return SplitTensor(torch.empty_like(like.local), like.size(), like.offsets)
+        return SplitTensor(torch.empty_like(like.local), like.size(), like.cuts)
     if isinstance(like, DTensor):
         return torch.empty_like(like, dtype=entry.properties.dtype)
     device = torch.device("cpu") if is_lazy(like) else like.device
@@ -550,9 +595,11 @@ def apply(
     if built is not None:
         built.loaded = record
     _set_up(model, record, changed)
+    for module in model.modules():
+        forget_gathered(module)
     found = members(model)
-    names, registered = _Names(found), _registered(found)
-    in_place = all(_is_in_place(name, value, registered, names) for name, value in given.items())
+    names, memory = _Names(found), {**registered(found), **_stretches(found)}
+    in_place = all(_is_in_place(name, value, memory, names) for name, value in given.items())
     if others or not in_place or any(map(_takes_part, found)):
         _load(model, part, given, others, record.get("versions"))
     _set_buffers(members(model), loose, persistent=False)
@@ -605,7 +652,8 @@ def _load(
     found = members(model)
     names = _Names(found)
     state: Any = OrderedDict((names.key(n), value) for n, value in {**rewrapped(tensors), **others}.items())
-    today = getattr(model.state_dict(), "_metadata", {})
+    with _as_it_is_here(model):
+        today = getattr(model.state_dict(), "_metadata", {})
     upgraded: tuple[str, ...] = ()
     if versions is None:  # an older checkpoint: use what the module says today
         state._metadata = today
@@ -622,7 +670,8 @@ def _load(
     read = _fingerprints(tensors)
     what = type(model).__name__
     try:
-        model.load_state_dict(state)
+        with _as_it_is_here(model):
+            model.load_state_dict(state)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

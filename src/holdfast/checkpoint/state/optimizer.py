@@ -39,9 +39,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
-from holdfast.base import is_traceable_wrapper_subclass, local_part
+from holdfast.base import flat_handle, is_traceable_wrapper_subclass, local_part
 from holdfast.checkpoint.format import FAILURES, about
-from holdfast.checkpoint.state.adapters import Wrapped, is_storable, unwrapped
+from holdfast.checkpoint.state.adapters import Wrapped, child_names, is_storable, unwrapped
 from holdfast.checkpoint.state.unchanged import usual_entries
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
@@ -63,11 +63,14 @@ def uncollected() -> Iterator[None]:
 
 
 def refuse_flat_parameters(name: str, model: nn.Module) -> None:
-    """FSDP1 returns gathered copies of its state, into which a load would read without effect."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    """FSDP1 has one flat parameter in place of many, unless it is told to keep those, too."""
+    if any(
+        (handle := flat_handle(one)) is not None and not handle._use_orig_params for one in model.modules()
+    ):
         raise UsageError(
-            f"track({name}=…): the model is wrapped in FullyShardedDataParallel, whose state cannot be "
-            "loaded in place; use torch.distributed.fsdp.fully_shard instead"
+            f"track({name}=…): the model is wrapped in FullyShardedDataParallel(use_orig_params=False), so "
+            "an optimizer sees flat parameters without names, and their state fits one number of ranks only. "
+            "Wrap it with use_orig_params=True, or use torch.distributed.fsdp.fully_shard"
         )
 
 
@@ -114,18 +117,21 @@ def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 found[prefix + name] = parameter
+        called = child_names(module)
         for name, child in module._modules.items():
             if child is not None and id(child) not in seen:
-                walk(child, prefix if _is_wrapper(module, name) else f"{prefix}{name}.")
+                walk(child, prefix if _is_wrapper(module, name) else f"{prefix}{called.get(name, name)}.")
 
     walk(model, "")
     return found
 
 
 def _is_wrapper(module: nn.Module, name: str) -> bool:
-    """Whether a module only wraps the child of this name: DDP, compile, activation checkpointing."""
+    """Whether a module only wraps the child of this name: DDP, FSDP1, compile, activation checkpointing."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return name == "module"
+    if isinstance(module, FullyShardedDataParallel):
+        return name == "_fsdp_wrapped_module"
     if name == "_orig_mod":
         return type(module).__name__ == "OptimizedModule"
     return name == "_checkpoint_wrapped_module"

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +35,8 @@ from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
 OWN = "holdfast"
 """Reserved top-level name of the per-rank blobs."""
+ABSENT = "holdfast_absent"
+"""What a manifest needs where some rank held nothing of a parameter: its blob lacks what others say of it."""
 BLOB_STEP = 16 * 1024
 """A blob's length is a multiple of this; a plan holds only as long as every length stays the same."""
 
@@ -59,6 +62,9 @@ class Tracked:
         self._last_kinds: dict[str, str] = {}
         self.ignored: list[object] = []
         """What the script has said is not to be kept."""
+        self.held = ""
+        """A digest of the names that this rank held when the run began: of parts, of what is in them, and of
+        what in there it has nothing of. Once it is another than at a save, the others' blobs are needed, too."""
         self.looked_around = False
         """Whether a search was made for things that the script trains with but does not track."""
 
@@ -90,6 +96,8 @@ class Tracked:
         self._built = {name: module.look_at(model) for name, model in self.models()}
         self._known = {name: Known() for name in self._built}
         self._kinds = {name: self.kind(name) for name in self._objects}
+        self.division.describe(dict(self.models()))
+        self.held = self._names_held()
         if self.division.declared:
             self.division.settle(
                 {name: module.collect(model, name, None)[0] for name, model in self.models()}
@@ -280,6 +288,19 @@ class Tracked:
             elif (owner := self._owner(thing)) is not None:
                 found[name] = frozenset(optimizer.parameter_names(owner))
         return found
+
+    def absent(self) -> dict[str, frozenset[str]]:
+        """By optimizer, names of parameters of which this rank holds nothing, and so has no state either.
+
+        FSDP1 leaves it without a gradient; a state that it kept all the same would fall behind the others'.
+        """
+        found = {name: self.division.absent(owner) for name, owner in self._owners().items()}
+        return {name: names for name, names in found.items() if names}
+
+    def _names_held(self) -> str:
+        names = {name: sorted(one) for name, one in sorted(self.names_within().items())}
+        absent = {name: sorted(one) for name, one in sorted(self.absent().items())}
+        return xxhash.xxh3_64_hexdigest(repr((sorted(self._objects), names, absent)).encode())
 
     def lowest(self, names: Iterable[str]) -> frozenset[str]:
         """Those of these full names of which other numbers of ranks are to take the lowest rank's tensor.
