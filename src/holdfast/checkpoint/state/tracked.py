@@ -64,7 +64,7 @@ class Tracked:
         """What the script has said is not to be kept."""
         self.held = ""
         """A digest of the names that this rank held when the run began: of parts, of what is in them, and of
-        what in there it has nothing of. Once it is another than at a save, the others' blobs are needed, too."""
+        what in there it has nothing of. Where it differs from a save's, other ranks' blobs are needed, too."""
         self.looked_around = False
         """Whether a search was made for things that the script trains with but does not track."""
 
