@@ -20,8 +20,11 @@ from kit.ranks.together import together
 from kit.tiny import checkpoints
 
 
-def gpt(tensor: int, pipeline: int) -> nn.Module:
-    """A GPT of four layers with gated feed-forward blocks, divided over this many ranks."""
+def gpt(tensor: int, pipeline: int, experts: int | None = None) -> nn.Module:
+    """A GPT of two layers with gated feed-forward blocks, divided over this many ranks.
+
+    `experts`: over how many its experts are, if it has any.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
@@ -29,9 +32,9 @@ def gpt(tensor: int, pipeline: int) -> nn.Module:
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        parallel_state.initialize_model_parallel(tensor, pipeline)
+        parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=experts or 1)
         config = TransformerConfig(
-            num_layers=4,
+            num_layers=2,
             hidden_size=16,
             num_attention_heads=4,
             use_cpu_initialization=True,
@@ -40,10 +43,12 @@ def gpt(tensor: int, pipeline: int) -> nn.Module:
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
             pipeline_dtype=torch.float32,
+            num_moe_experts=4 if experts else None,
+            expert_model_parallel_size=experts or 1,
         )
         made: nn.Module = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=4 if experts else None, moe_grouped_gemm=False),
             vocab_size=32,
             max_sequence_length=8,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -69,13 +74,14 @@ def parts(model: Any) -> list[Any]:
 def values(part: Any) -> torch.Tensor:
     """What a part holds at first: of every element of every tensor something else, however it is divided."""
     whole = torch.arange(float(torch.Size(part.global_shape).numel())).reshape(part.global_shape)
-    mine = whole[tuple(slice(o, o + n) for o, n in zip(part.global_offset, part.data.size(), strict=True))]
-    return mine / 64 + sum(part.key.encode()) % 97
+    size = [1] * part.prepend_axis_num + list(part.data.size())
+    mine = whole[tuple(slice(o, o + n) for o, n in zip(part.global_offset, size, strict=True))]
+    return (mine / 64 + sum(part.key.encode()) % 97).reshape(part.data.size())
 
 
-def stepped(run_dir: Path, tensor: int, pipeline: int, steps: int, until: int) -> dict[str, Any]:
+def stepped(run_dir: Path, shape: tuple[int, ...], steps: int, until: int) -> dict[str, Any]:
     """Train up to a step, without a forward: each gradient is half of what it is the gradient of."""
-    model = gpt(tensor, pipeline)
+    model = gpt(*shape)
     mine = parts(model)
     with torch.no_grad():
         for part in mine:
@@ -112,7 +118,7 @@ def test_a_model_of_megatrons_goes_to_other_tensor_and_pipeline_sizes(tmp_path: 
         place.mkdir()
 
         def work(rank: int, tensor: int = tensor, pipeline: int = pipeline, at: int = at) -> Any:
-            return stepped(run_dir, tensor, pipeline, at, at + 1)
+            return stepped(run_dir, (tensor, pipeline), at, at + 1)
 
         for found in together(place, tensor * pipeline, work):
             assert found["parts"] > 8
@@ -120,9 +126,28 @@ def test_a_model_of_megatrons_goes_to_other_tensor_and_pipeline_sizes(tmp_path: 
     for path in checkpoints(run_dir):
         assert manifests.read(path)[0].world.tied == []
         stored = FileSystemReader(path).read_metadata().state_dict_metadata
-        gated = stored["model.decoder.layers.3.mlp.linear_fc1.weight"]
+        gated = stored["model.decoder.layers.1.mlp.linear_fc1.weight"]
         assert isinstance(gated, TensorStorageMetadata)
         assert gated.size == (128, 16)
+
+
+def test_experts_go_to_another_number_of_ranks(tmp_path: Path) -> None:
+    """Each rank numbers its own experts from 0 on, under the names that other ranks have for others."""
+    run_dir = tmp_path / "run"
+    for at, experts in enumerate((2, 4, 1)):
+        place = tmp_path / str(at)
+        place.mkdir()
+
+        def work(rank: int, experts: int = experts, at: int = at) -> Any:
+            return stepped(run_dir, (1, 1, experts), at, at + 1)
+
+        for found in together(place, experts, work):
+            assert found["parts"] > 8
+            assert found["wrong"] == []
+    for path in checkpoints(run_dir):
+        assert manifests.read(path)[0].world.tied == []
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
+        assert "model.decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight" in stored
 
 
 def test_what_fails_to_say_how_it_is_divided_is_kept_for_each_rank(

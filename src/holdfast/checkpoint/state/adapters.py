@@ -371,13 +371,25 @@ def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[s
     return tensors, others
 
 
+def number_children(module: nn.ModuleList, numbers: Mapping[str, int]) -> None:
+    """Say which of the whole model's modules of a kind these children are; see `child_names`."""
+    module.__dict__[_NUMBERS] = {name: str(number) for name, number in numbers.items()}
+
+
+_NUMBERS = "_holdfast_numbers"
+
+
 def child_names(module: nn.Module) -> Mapping[str, str]:
     """By attribute, the names of children that go by another one in a checkpoint.
 
-    A pipeline stage of Megatron-core's numbers its layers from 0 on, on every rank; each layer knows which
-    one it is in the whole model.
+    A pipeline stage of Megatron-core's numbers its layers from 0 on, on every rank, and so do its experts.
+    Each layer knows which one it is in the whole model; experts are numbered when the run begins.
     """
-    if not isinstance(module, nn.ModuleList) or not hasattr(next(iter(module), None), "layer_number"):
+    if not isinstance(module, nn.ModuleList):
+        return {}
+    if (given := module.__dict__.get(_NUMBERS)) is not None:
+        return cast("Mapping[str, str]", given)
+    if not hasattr(next(iter(module), None), "layer_number"):
         return {}
     numbers = {
         name: getattr(child, "layer_number", None) if hasattr(child, "sharded_state_dict") else None

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.parameter import is_lazy
 
 from holdfast.base import flat_stretches
-from holdfast.checkpoint.state.adapters import Cut, SplitTensor, Wrapped
+from holdfast.checkpoint.state.adapters import Cut, SplitTensor, Wrapped, number_children
 from holdfast.checkpoint.state.module import members, registered
 from holdfast.errors import UsageError
 
@@ -298,6 +298,9 @@ def _described(part: str, model: nn.Module) -> dict[str, Placed]:
     found: dict[str, Placed] = {}
     flat = {id(one.parameter): one for module in model.modules() for one in flat_stretches(module)}
     sharded = _by_memory(_sharded_state(part, model))
+    for module in model.modules():
+        if sharded and isinstance(module, nn.ModuleList):
+            _number_by_place(module, sharded)
     for name, tensor in registered(members(model)).items():
         if (stretch := flat.get(id(tensor))) is not None:
             if type(tensor) is not nn.Parameter:
@@ -413,16 +416,49 @@ def _leaves(given: Any) -> Iterator[Any]:
         yield given
 
 
-def _by_memory(sharded: Iterable[Any]) -> dict[int, list[Any]]:
-    """By the memory in which they lie. Left out is what is more than a box of the same dimensions."""
-    found: dict[int, list[Any]] = {}
+class _ShardedBox(NamedTuple):
+    """What a sharded tensor says: a box of a whole, and the number of that whole among others of its kind."""
+
+    data: torch.Tensor
+    whole: torch.Size
+    offsets: tuple[int, ...]
+    number: int | None
+
+
+def _by_memory(sharded: Iterable[Any]) -> dict[int, list[_ShardedBox]]:
+    """By the memory in which they lie. Left out is what is no box of a tensor of the same dimensions.
+
+    Experts are slices of one tensor, along a first dimension that only the whole has: each is a whole here.
+    """
+    found: dict[int, list[_ShardedBox]] = {}
     for one in sharded:
-        if not getattr(one, "prepend_axis_num", 0) and getattr(one, "flattened_range", None) is None:
-            found.setdefault(one.data.untyped_storage().data_ptr(), []).append(one)
+        added = getattr(one, "prepend_axis_num", 0)
+        if added > 1 or getattr(one, "flattened_range", None) is not None:
+            continue
+        number = int(one.global_offset[0]) if added else None
+        whole, offsets = torch.Size(one.global_shape[added:]), tuple(one.global_offset[added:])
+        box = _ShardedBox(one.data, whole, offsets, number)
+        found.setdefault(one.data.untyped_storage().data_ptr(), []).append(box)
     return found
 
 
-def _sharded_place(tensor: torch.Tensor, sharded: Mapping[int, Sequence[Any]]) -> Placed | None:
+def _number_by_place(module: nn.ModuleList, sharded: Mapping[int, Sequence[_ShardedBox]]) -> None:
+    """Number its children if they are slices of larger tensors, each with all of its parameters."""
+    numbers: dict[str, int] = {}
+    for name, child in module.named_children():
+        memories = {parameter.untyped_storage().data_ptr() for parameter in child.parameters()}
+        found = {box.number for memory in memories for box in sharded.get(memory, [_NO_BOX])}
+        if len(found) != 1 or (number := found.pop()) is None:
+            return
+        numbers[name] = number
+    if numbers and len(set(numbers.values())) == len(numbers):
+        number_children(module, numbers)
+
+
+_NO_BOX = _ShardedBox(torch.empty(0), torch.Size(), (), None)
+
+
+def _sharded_place(tensor: torch.Tensor, sharded: Mapping[int, Sequence[_ShardedBox]]) -> Placed | None:
     """Where a tensor lies by what its model says of it; None if that does not account for all of it."""
     cuts: list[Cut] = []
     whole: torch.Size | None = None
@@ -435,8 +471,8 @@ def _sharded_place(tensor: torch.Tensor, sharded: Mapping[int, Sequence[Any]]) -
         corner = tuple(
             first // stride % size for stride, size in zip(tensor.stride(), tensor.size(), strict=True)
         )
-        cuts.append(Cut(tuple(one.global_offset), tuple(one.data.size()), corner))
-        whole = torch.Size(one.global_shape)
+        cuts.append(Cut(one.offsets, tuple(one.data.size()), corner))
+        whole = one.whole
     if whole is None or sum(math.prod(cut.size) for cut in cuts) != tensor.numel():
         return None
     return Placed(whole, tuple(cuts), tensor.size())

@@ -64,7 +64,7 @@ class Tracked:
         """What the script has said is not to be kept."""
         self.held = ""
         """A digest of the names that this rank held when the run began: of parts, of what is in them, and of
-        what in there it has nothing of. Where it differs from a save's, other ranks' blobs are needed, too."""
+        what in there it has nothing of. Where a save's is another, other ranks' blobs are needed, too."""
         self.looked_around = False
         """Whether a search was made for things that the script trains with but does not track."""
 
@@ -93,10 +93,10 @@ class Tracked:
 
     def begin(self) -> None:
         """The script has built everything: this is what every resume loads its checkpoint into."""
+        self.division.describe(dict(self.models()))  # first: it may number modules
         self._built = {name: module.look_at(model) for name, model in self.models()}
         self._known = {name: Known() for name in self._built}
         self._kinds = {name: self.kind(name) for name in self._objects}
-        self.division.describe(dict(self.models()))
         self.held = self._names_held()
         if self.division.declared:
             self.division.settle(
