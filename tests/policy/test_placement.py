@@ -438,6 +438,16 @@ def test_if_the_living_come_back_and_suffice_the_round_forms(
     assert (formed is not None) == (len(living) >= low)
 
 
+def test_a_round_that_must_have_a_size_has_that_and_no_other_whatever_the_launch_allows() -> None:
+    meeting = arrive_all(msgspec.structs.replace(Meeting(), size=2), "a")
+    assert placement.form(meeting, min_nodes=1, max_nodes=3, enough=True) is None
+    meeting = arrive_all(meeting, "b", "c")
+    formed = placement.form(meeting, min_nodes=1, max_nodes=3, enough=False)
+    assert formed is not None
+    assert [m.agent for m in formed.members] == ["a", "b"]
+    assert formed.size == 0, "it holds for one round"
+
+
 def test_old_members_keep_their_order_and_spares_come_after_them() -> None:
     meeting = arrive_all(Meeting(), "b", "a", "c", "d")
     first = placement.form(meeting, min_nodes=3, max_nodes=3, enough=False)

@@ -380,6 +380,8 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     gone: dict[str, str] = {}
     """Agents that have been declared gone, and why."""
     tickets: int = 0
+    size: int = 0
+    """Of the next round, where no other number of nodes can go on from what is saved; 0 if others can."""
     over: RunOver | None = None
 
 
@@ -434,6 +436,8 @@ def form(meeting: Meeting, *, min_nodes: int, max_nodes: int, enough: bool) -> M
     """
     if meeting.over is not None or awaited(meeting):
         return None
+    if meeting.size:
+        min_nodes = max_nodes = meeting.size
     chosen = candidates(meeting)[:max_nodes]
     if len(chosen) < min_nodes or (len(chosen) < max_nodes and not enough):
         return None
@@ -442,6 +446,7 @@ def form(meeting: Meeting, *, min_nodes: int, max_nodes: int, enough: bool) -> M
         meeting,
         round=meeting.round + 1,
         members=chosen,
+        size=0,
         here={agent: m for agent, m in meeting.here.items() if agent not in taken},
     )
 

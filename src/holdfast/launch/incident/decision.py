@@ -656,6 +656,11 @@ class Recovery:
             return look.result() if look.ended(PATIENCE) else ""
         return ""
 
+    def keep_size(self, nodes: int) -> None:
+        """Before this node meets the others again: no other number of them, where that could not go on."""
+        if self._meeting is not None and self._context.elastic and self._tied():
+            self._meeting.keep_size(nodes)
+
 
 def tell_store_lost(context: LaunchContext, attempt: int, node: str, error: str, step: int | None) -> bool:
     """Report that nobody is left to meet; returns whether that worked."""

@@ -49,7 +49,7 @@ from holdfast.policy import (
     may_regroup,
 )
 from holdfast.process import from_whom
-from holdfast.record import attempt_numbers, list_names, past_attempts
+from holdfast.record import attempt_numbers, list_names, past_attempts, tied_to_ranks
 
 STORAGE_PATIENCE = 5.0
 """Seconds within which storage must take a few bytes, when a rank is late with a save or a load."""
@@ -249,6 +249,8 @@ class Vigil:
     def _may_regroup(self) -> bool:
         attempt = self._attempt
         try:
+            if tied_to_ranks(attempt.control):  # a larger group could not go on either
+                return False
             return may_regroup(past_attempts(attempt.control, before=attempt.number + 1))
         except ControlError:  # it is tried again; a group that trains is not ended to let others join
             return False
@@ -357,6 +359,8 @@ class Ends:
                 with contextlib.suppress(StoreLostError):
                     meeting.leave(notice.detail)
             return self._leave(attempt, notice.exit_code, wait=False)
+        if attempt.place.leads:
+            self._recovery.keep_size(attempt.place.nodes)
         if meeting is not None:
             for rank, member in enumerate(meeting.members):
                 if member.node in gone:
@@ -443,6 +447,7 @@ class Ends:
         if attempt.place.leads:
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
         else:
+            self._recovery.keep_size(attempt.place.nodes)
             self._meeting.see_gone(0, notice.detail)
             self._recovery.lost_leader = lost_nodes(notice)
         attempt.close()
@@ -478,6 +483,8 @@ class Ends:
             self._recovery.tell(incident)
         if decision.action in (Action.STOP, Action.REQUEUE):
             return self._leave(attempt, decision.exit_code)
+        if attempt.place.leads:
+            self._recovery.keep_size(attempt.place.nodes)
         attempt.close()
         return None
 

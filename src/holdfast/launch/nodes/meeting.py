@@ -387,6 +387,10 @@ class MeetingHandler(RendezvousHandler):
             return 0
         return len(placement.spares(self._read()[0]))
 
+    def keep_size(self, nodes: int) -> None:
+        """The next round is to have exactly so many nodes. To be said before this agent joins it."""
+        self._change(lambda meeting: msgspec.structs.replace(meeting, size=nodes))
+
     def shutdown(self) -> bool:
         self._pulse.stop()
         return True
@@ -418,7 +422,8 @@ class MeetingHandler(RendezvousHandler):
             if parked and parked != told:
                 told = parked
                 self._say(f"waiting: {parked}")
-            ready = len(placement.candidates(meeting)) >= self._min and not placement.awaited(meeting)
+            fewest = meeting.size or self._min
+            ready = len(placement.candidates(meeting)) >= fewest and not placement.awaited(meeting)
             enough_since = (enough_since or time.monotonic()) if ready else None
             if parked and placement.awaited(meeting):
                 began = time.monotonic()  # the group runs; the time to wait begins with its end
@@ -524,7 +529,7 @@ class MeetingHandler(RendezvousHandler):
         here = ", ".join(m.node for m in placement.candidates(meeting)) or "nobody"
         late = ", ".join(m.node for m in placement.awaited(meeting))
         unfit = ", ".join(f"{m.node} ({m.unfit})" for m in meeting.here.values() if m.unfit)
-        text = f"waited {self._join_timeout:g} s for {self._min} nodes; here: {here}"
+        text = f"waited {self._join_timeout:g} s for {meeting.size or self._min} nodes; here: {here}"
         return (
             text + (f"; awaited: {late}" if late else "") + (f"; may not take part: {unfit}" if unfit else "")
         )
@@ -534,8 +539,8 @@ class MeetingHandler(RendezvousHandler):
         if running:
             return Waiting("a place in the group, which is full", waited, None)
         late = ", ".join(member.node for member in placement.awaited(meeting))
-        here, wanted = len(placement.candidates(meeting)), self._min
-        if here >= wanted:
+        here, wanted = len(placement.candidates(meeting)), meeting.size or self._min
+        if here >= wanted and not meeting.size:
             more = f"up to {self._max} nodes to join ({here} are here, {wanted} are enough)"
             return Waiting(late or more, waited, self._join_timeout)
         return Waiting(
