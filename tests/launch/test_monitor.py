@@ -22,7 +22,7 @@ from holdfast.launch import monitor as monitors
 from holdfast.launch.incident.inquest import Questions
 from holdfast.launch.monitor import Learner, Monitor
 from holdfast.policy.signs import activity
-from holdfast.policy.timeouts import Learned, StillRunning
+from holdfast.policy.timeouts import Learned, StillRunning, hanging
 from holdfast.process import PACKET_LIMIT
 from holdfast.record.directory import ControlDirectory
 from holdfast.train.beats import (
@@ -516,6 +516,29 @@ def test_an_answer_without_end_is_refused() -> None:
         questions.take(0, AnswerPart(number, 3, 2, b""))
     assert questions.await_answer(number, 0.0) is None
     assert not questions.any()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_rank_that_is_stopped_by_a_signal_excuses_nobody(tmp_path: Path, stopped: bool) -> None:
+    """Stopped between two steps, where 300 seconds are allowed by default: the others' limits count at once.
+
+    A rank that is as slow there, but runs, is one that they wait for.
+    """
+    waits = f"beats = hello({limits(step=0.5)!r}); beats.step_done(7); beats.enter('step'); time.sleep(600)"
+    there = f"beats = hello({limits()!r}); beats.enter('step'); beats.step_done(7); time.sleep(600)"
+    imports = "from holdfast.policy.timeouts import *\n"
+    with watching(tmp_path) as watch, contextlib.ExitStack() as stack:
+        first = stack.enter_context(speaking(tmp_path, watch.path, imports + waits))
+        second = stack.enter_context(speaking(tmp_path, watch.path, imports + there))
+        watch.begin({0: first.pid, 1: second.pid})
+        wait_until(lambda: watch.last_steps() == {0: 7, 1: 7}, 30, "both are there")
+        if stopped:
+            os.kill(second.pid, signal.SIGSTOP)
+            wait_until(lambda: watch.standing("a").in_time is None, 30, "nobody is in time")
+        wait_until(lambda: watch.standing("a").late, 30, "one is late")
+        assert watch.standing("a").in_time == (None if stopped else 7)
+        hung, _ = hanging([watch.standing("a")], {}, time.monotonic())
+        assert [late.rank for _, late in hung] == ([0] if stopped else [])
 
 
 # --- an agent that was itself stopped

@@ -131,6 +131,8 @@ BLIND = 5.0
 """If more seconds than this pass between two ticks, the agent counts as having been stopped itself."""
 UNHEARD = 300.0
 """Seconds after which a rank that has not said hello is reported."""
+SILENT = 1.0
+"""Seconds without a sign of life after which a look is taken whether the rank's process is stopped."""
 MESSAGES_AT_ONCE = 1000
 PENDING = 60.0
 """Seconds for which a process of this agent may wait until `begin` names it."""
@@ -315,7 +317,8 @@ class Monitor:
         """What this node says when it is asked whether the group hangs (`policy.timeouts.hanging`).
 
         `ranks`: the rank each worker was started with → its present rank, if that differs. `excused`: whether
-        an overdue rank counts as one that is in time.
+        an overdue rank counts as one that is in time. A rank whose process is stopped by a signal does not,
+        however much of its own limit is left: nothing that others wait for comes from it.
         """
         ranks = ranks or {}
         overdue = self.overdue(ended)
@@ -339,6 +342,7 @@ class Monitor:
                 if rank not in ended
                 and (held := self._ruling(rank, known, now)) is not None
                 and not held.overdue
+                and not _stands_still(known, now)
             ]
         return StillRunning(node=node, late=late, in_time=min(in_time, default=None))
 
@@ -672,6 +676,11 @@ def _stopped(known: _Rank) -> bool:
     """Whether the process that speaks, or should speak, for a rank is stopped by a signal."""
     process = proc.read(known.connection.pid if known.connection is not None else known.pid)
     return process is not None and process.state == "T"
+
+
+def _stands_still(known: _Rank, now: float) -> bool:
+    """Whether a rank that has been silent for a while is stopped by a signal."""
+    return known.state is not None and now - known.state.sign > SILENT and _stopped(known)
 
 
 def _longer(one: Observed, other: Observed) -> Observed:

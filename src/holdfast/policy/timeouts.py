@@ -229,7 +229,7 @@ class StillRunning(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     late: list[Late] = []
     in_time: int | None = None
-    """The lowest step that a rank in time has completed; None if no rank is in time."""
+    """The lowest step that a rank in time has completed; None if no rank is. None is that a signal has stopped."""
 
 
 def hanging(
@@ -242,7 +242,8 @@ def hanging(
     So a late rank is excused while any rank that is not ahead of it is in time. When those have gone ahead
     (and have not become late themselves), it gets its whole limit once more, for what it could not do before,
     and counts as in time for those that wait for it. A rank whose process is stopped waits for nobody and is
-    not excused. `until`: for each rank that was late the last time, until when it has such time.
+    not excused, nor is it in time for others. `until`: for each rank that was late the last time, until when
+    it has such time.
 
     So no group counts as hung as long as some rank that the others may wait for is in time; and a group in
     which no rank goes on is found when the last of its ranks has used up its own limit.
