@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo docs packages test quick lint format bench drill gpu compat clean
+.PHONY: help demo docs packages compiled test quick lint format bench drill gpu compat clean
 
 help:
 	@echo "make demo    train, kill a rank, corrupt a checkpoint, recover, compare with an undisturbed run"
@@ -38,8 +38,12 @@ packages:
 
 ROOM ?=
 PURE := policy account config journal house
-test: lint packages
+test: lint packages compiled
 	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal $(if $(ROOM),tests/$(ROOM))
+
+# Hundreds of processes import it; where PYTHONDONTWRITEBYTECODE is set, each would compile it for itself.
+compiled: $(READY)
+	@$(BIN)/python -m compileall -q src
 
 quick: lint
 	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal $(addprefix tests/,$(PURE))

@@ -229,7 +229,7 @@ class StillRunning(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     late: list[Late] = []
     in_time: int | None = None
-    """The lowest step that a rank in time has completed; None if there is none whose process is not stopped."""
+    """The lowest step that a rank in time has completed; None if none is, save stopped ones."""
 
 
 def hanging(
