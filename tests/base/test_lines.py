@@ -312,6 +312,7 @@ def test_a_terminal_gets_colours_and_the_same_words_as_a_pipe(tmp_path: Path) ->
     assert "done: restarting from step 20: 4 steps to redo (restart 1 of 3)" in lines_of_ours(bare)
 
 
+@pytest.mark.drill
 def test_a_terminal_without_colours_gets_no_escape_codes(tmp_path: Path) -> None:
     shown = on_a_terminal(holdfast(*RUN, SCRIPT, "NaN batch"), tmp_path, TERM="dumb")
     assert "\x1b" not in shown

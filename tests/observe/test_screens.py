@@ -35,7 +35,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
 """The fault → the code of the launch, and settings."""
 
 
-IN_THE_SUITE = ("killed rank", "corrupt newest", "import error", "NaN batch")
+IN_THE_SUITE = ("corrupt newest", "import error", "NaN batch")
 """The others are drills: each is a launch of ten seconds and more."""
 
 

@@ -132,7 +132,10 @@ def test_a_run_in_fsdp1_resumes_bit_for_bit_on_as_many_ranks(tmp_path: Path) -> 
     assert second["after"] == undisturbed["after"]
 
 
-@pytest.mark.parametrize("world", [3, 1])
+drill = pytest.mark.drill
+
+
+@pytest.mark.parametrize("world", [3, pytest.param(1, marks=drill)])
 def test_a_run_in_fsdp1_resumes_on_another_number_of_ranks(tmp_path: Path, world: int) -> None:
     first = on(tmp_path, 2, flat, 0, 3)
     second = on(tmp_path, world, flat, 3, 5)
@@ -141,7 +144,9 @@ def test_a_run_in_fsdp1_resumes_on_another_number_of_ranks(tmp_path: Path, world
     assert third["before"] == second["after"]
 
 
-@pytest.mark.parametrize("other", [sharded, same, mixed])
+@pytest.mark.parametrize(
+    "other", [sharded, pytest.param(same, marks=drill), pytest.param(mixed, marks=drill)]
+)
 def test_fsdp1_s_checkpoints_are_those_of_the_plain_model(tmp_path: Path, other: Any) -> None:
     """Saved by FSDP1, taken up by FSDP2, a plain model or both in one; and the other way round."""
     first = on(tmp_path, 2, flat, 0, 2)
@@ -151,6 +156,7 @@ def test_fsdp1_s_checkpoints_are_those_of_the_plain_model(tmp_path: Path, other:
     assert third["before"] == second["after"]
 
 
+@drill
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 def test_every_way_of_sharding(tmp_path: Path, strategy: str) -> None:
     def wrapped(model: nn.Module) -> nn.Module:

@@ -123,6 +123,34 @@ def test_what_no_rank_tracks_any_more_is_named(tmp_path: Path, world: int) -> No
         assert ("model.layer2.weight" in told) is (world == 1)
 
 
+def test_a_part_without_tensors_that_no_rank_tracks_any_more_is_named_too(tmp_path: Path) -> None:
+    """At another number of ranks, where nobody looks for what it does not track in a blob of its own."""
+
+    def work(rank: int) -> str:
+        saves = torch.distributed.get_world_size() == 2
+        model = Layers([0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model, optimizer=optimizer, **({"schedule": schedule} if saves else {}))
+        if saves:
+            run.start()
+            run.begin_step()
+            run.end_step()
+            run.finish()
+            return ""
+        run.ignore(schedule)
+        with pytest.raises(IncompleteStateError) as refused:
+            run.start()
+        run.close()
+        return str(refused.value)
+
+    for world in (2, 3):
+        (tmp_path / str(world)).mkdir()
+        found = together(tmp_path / str(world), world, work)
+    assert all("schedule: in the checkpoint, but not tracked" in told for told in found)
+
+
 def test_what_a_rank_tracks_and_nobody_saved_is_named_with_its_rank(tmp_path: Path) -> None:
     def work(rank: int) -> str:
         if not (tmp_path / "more").exists():

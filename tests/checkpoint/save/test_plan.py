@@ -142,8 +142,15 @@ REPLANS = [2, 3, 4, 5, 6, 7, 7]
 """Changed contents of what is stored per rank already need no new plan."""
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("changing", [0, 1])
+@pytest.mark.parametrize(
+    ("changing", "asynchronous"),
+    [
+        (0, True),
+        (1, False),
+        pytest.param(0, False, marks=pytest.mark.drill),
+        pytest.param(1, True, marks=pytest.mark.drill),
+    ],
+)
 def test_a_change_on_one_rank_makes_all_plan_again_and_nothing_is_left_out(
     tmp_path: Path, asynchronous: bool, changing: int
 ) -> None:

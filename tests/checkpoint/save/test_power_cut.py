@@ -44,9 +44,9 @@ def recorded_save(directory: Path) -> tuple[Path, list[Operation]]:
 
 
 def test_power_cuts_all_over_a_save(tmp_path: Path, reference: Outcome) -> None:
-    """Cases diffusion-pipe#159, nvidia-resiliency-ext#359; every fifth operation."""
+    """Cases diffusion-pipe#159, nvidia-resiliency-ext#359; every eighth operation."""
     started = check_cuts(
-        tmp_path, recorded_save(tmp_path), lambda count: [*range(0, count, 5), count], reference
+        tmp_path, recorded_save(tmp_path), lambda count: [*range(0, count, 8), count], reference
     )
     assert started["names_first"] == started["torn"] == {3, 6}, "both sides of the commit were cut"
     assert 3 in started["strict"]

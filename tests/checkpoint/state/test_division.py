@@ -86,7 +86,7 @@ def test_declared_experts_go_to_any_number_of_ranks(tmp_path: Path, uneven: bool
         return together(place, len(shares), work)
 
     two = on([4, 2] if uneven else [3, 3], 0, 2)
-    three = on([1, 3, 2] if uneven else [2, 2, 2], 2, 3)
+    three = on([4, 0, 2] if uneven else [2, 2, 2], 2, 3)  # and one with none at all
     assert _whole(three, "before") == _whole(two, "after")
     one = on([6], 3, 4)
     assert one[0]["before"] == _whole(three, "after")
@@ -167,6 +167,8 @@ def test_the_lowest_ranks_is_taken_where_that_is_declared_or_ddp_does_so_itself(
         found.append(together(tmp_path / str(world), world, work))
     assert found[0][0] != found[0][1]
     assert found[1] == [found[0][0]] * 3
+    (saved,) = checkpoints(tmp_path / "run")
+    assert manifests.read(saved)[0].world.tied == [], "other numbers of ranks can take it up"
 
 
 def test_a_mesh_says_how_parts_lie_and_the_manifest_says_the_mesh(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_a_model_of_megatrons_goes_to_other_tensor_and_pipeline_sizes(tmp_path: 
         assert gated.size == (128, 16)
 
 
+@pytest.mark.drill
 def test_experts_go_to_another_number_of_ranks(tmp_path: Path) -> None:
     """Each rank numbers its own experts from 0 on, under the names that other ranks have for others."""
     run_dir = tmp_path / "run"

@@ -506,10 +506,13 @@ def _localise(entries: dict[str, Any], key: str, place: Placed) -> None:
 
 
 def contents(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a rank holds, by what it is known by among ranks: parts of one tensor are different things."""
+    """What a rank holds, by what it is known by among ranks: parts of one tensor are different things.
+
+    An empty part is none: it lies where another rank's begins.
+    """
     if not isinstance(tensor, SplitTensor):
         return {name: tensor}
-    return {f"{name}{list(cut.offsets)}": piece for cut, piece in tensor.pieces()}
+    return {f"{name}{list(cut.offsets)}": piece for cut, piece in tensor.pieces() if piece.numel()}
 
 
 def coordinates() -> dict[str, tuple[int, int]]:
