@@ -97,7 +97,6 @@ if TYPE_CHECKING:
         has_unreduced_gradient,
         in_backward,
         is_traceable_wrapper_subclass,
-        join_gradients,
         local_part,
         narrow_tensor_by_index,
         processors_near,

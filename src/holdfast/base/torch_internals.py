@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -415,25 +414,6 @@ def has_unreduced_gradient(module: nn.Module) -> bool:
         return False
     gradient, size = handle.flat_param.grad, getattr(handle.flat_param, "_unpadded_unsharded_size", None)
     return gradient is not None and size is not None and gradient.size() == size
-
-
-def join_gradients(module: nn.Module, given: Mapping[int, torch.Tensor]) -> None:
-    """Make these gradients of parameters, by their ids, what FSDP1 adds to at this module.
-
-    It adds to the gradient of its flat parameter, of which those of the parameters are views.
-    """
-    handle = flat_handle(module)
-    stretches = [one for one in flat_stretches(module) if id(one.parameter) in given and one.local.numel()]
-    if handle is None or not stretches:
-        return
-    flat = handle.flat_param
-    joined = torch.zeros_like(flat)
-    for one in stretches:
-        offset = one.local.storage_offset() - flat.storage_offset()
-        view = joined[offset : offset + one.local.numel()]
-        view.copy_(given[id(one.parameter)])
-        one.parameter.grad = view
-    flat.grad = joined
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import holdfast
 from holdfast.base import local_part
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.errors import IncompleteStateError
+from holdfast.errors import IncompleteStateError, SaveFailedError
 from kit.ranks.together import together
 from kit.tiny import checkpoints
 
@@ -162,6 +162,42 @@ class Quantized(nn.Module):
 def _inner(model: Quantized) -> list[list[float]]:
     local: Any = local_part(model.weight)
     return [one.flatten().tolist() for one in (local.data8, local.scale, local.table)]
+
+
+class Opaque(torch.Tensor):
+    """A weight that nobody can take apart."""
+
+    @staticmethod
+    def __new__(cls, size: tuple[int, ...]) -> Opaque:
+        made: Opaque = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.float32)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(tuple(args[0].size()))
+
+
+def test_what_has_no_bytes_and_cannot_be_taken_apart_is_named_with_its_class(tmp_path: Path) -> None:
+    """At the first save, and not at a resume."""
+
+    def work(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Module()
+        whole = DTensor.from_local(Opaque((2, 3)), mesh, [torch.distributed.tensor.Shard(0)], run_check=False)
+        model.weight = nn.Parameter(whole, requires_grad=False)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model)
+        run.start()
+        run.begin_step()
+        run.end_step()
+        with pytest.raises(SaveFailedError) as refused:
+            run.save()
+        run.close()
+        return str(refused.value)
+
+    for told in together(tmp_path, 2, work):
+        assert "model.weight: what this rank holds of it is an Opaque, which has no bytes of its own" in told
+    assert checkpoints(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("per_rank_table", [False, True])

@@ -46,7 +46,6 @@ from holdfast.base import (
     has_partial_reduction,
     has_unreduced_gradient,
     is_traceable_wrapper_subclass,
-    join_gradients,
     local_part,
     scaler_findings,
     sharded_parameters,
@@ -522,7 +521,6 @@ class GradientState:
     def apply(self, described: Mapping[str, Any], loaded: Mapping[str, torch.Tensor]) -> None:
         """Put every gradient where it was; a parameter that had none gets none."""
         entries, objects = described["entries"], described["objects"]
-        divided: dict[int, torch.Tensor] = {}
         for place in list(self._places()):
             gradient: torch.Tensor | None = None
             entry = entries.get(place.name)
@@ -544,10 +542,6 @@ class GradientState:
                 place.write(gradient)
             if gradient is not None and is_placeholder(gradient):
                 self._watch(place, placeholder=True)
-            elif gradient is not None and part is not None:
-                divided[id(place.parameter)] = gradient
-        for _, module in self._now_laid_out().flattened if divided else ():
-            join_gradients(module, divided)
         for path, replica in self._replicas():
             if path in described["unsynced"]:
                 replica.require_forward_param_sync = False
