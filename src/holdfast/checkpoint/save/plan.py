@@ -262,8 +262,9 @@ def _refuse_differing_parts(differing: Mapping[int, frozenset[str]], plans: Sequ
     for rank, names in differing.items():
         if part := next((name for name in sorted(names) if name not in named), None):
             raise SaveFailedError(
-                f"{part}: rank {rank} holds something else than a lower rank does, and layout declares them "
-                "to be the same part of the same tensor. Declare every dimension along which it is cut"
+                f"{part}: rank {rank} holds something else than a lower rank does, and both say, or layout "
+                "declares, that they hold the same part of the same tensor. Declare every dimension along "
+                "which it is cut"
             )
 
 

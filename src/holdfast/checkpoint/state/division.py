@@ -425,7 +425,11 @@ class _ShardedBox(NamedTuple):
     number: int | None
 
 
-def _by_memory(sharded: Iterable[Any]) -> dict[int, list[_ShardedBox]]:
+_Sharded = Mapping[int, Sequence[_ShardedBox]]
+"""By the address of the memory in which they lie."""
+
+
+def _by_memory(sharded: Iterable[Any]) -> _Sharded:
     """By the memory in which they lie. Left out is what is no box of a tensor of the same dimensions.
 
     Experts are slices of one tensor, along a first dimension that only the whole has: each is a whole here.
@@ -442,12 +446,23 @@ def _by_memory(sharded: Iterable[Any]) -> dict[int, list[_ShardedBox]]:
     return found
 
 
-def _number_by_place(module: nn.ModuleList, sharded: Mapping[int, Sequence[_ShardedBox]]) -> None:
+def _boxes_in(tensor: torch.Tensor, sharded: _Sharded) -> list[tuple[_ShardedBox, int]]:
+    """The boxes that lie within a tensor, each with the place of its first element there.
+
+    Megatron keeps many parameters in one buffer: the same memory alone says little.
+    """
+    there = sharded.get(tensor.untyped_storage().data_ptr(), [])
+    placed = [(box, int(box.data.storage_offset() - tensor.storage_offset())) for box in there]
+    return [(box, first) for box, first in placed if 0 <= first < tensor.numel()]
+
+
+def _number_by_place(module: nn.ModuleList, sharded: _Sharded) -> None:
     """Number its children if they are slices of larger tensors, each with all of its parameters."""
     numbers: dict[str, int] = {}
     for name, child in module.named_children():
-        memories = {parameter.untyped_storage().data_ptr() for parameter in child.parameters()}
-        found = {box.number for memory in memories for box in sharded.get(memory, [_NO_BOX])}
+        found: set[int | None] = set()
+        for parameter in child.parameters():
+            found.update([box.number for box, _ in _boxes_in(parameter, sharded)] or [None])
         if len(found) != 1 or (number := found.pop()) is None:
             return
         numbers[name] = number
@@ -455,25 +470,23 @@ def _number_by_place(module: nn.ModuleList, sharded: Mapping[int, Sequence[_Shar
         number_children(module, numbers)
 
 
-_NO_BOX = _ShardedBox(torch.empty(0), torch.Size(), (), None)
+def _sharded_place(tensor: torch.Tensor, sharded: _Sharded) -> Placed | None:
+    """Where a tensor lies by what its model says of it; None if that does not account for all of it.
 
-
-def _sharded_place(tensor: torch.Tensor, sharded: Mapping[int, Sequence[_ShardedBox]]) -> Placed | None:
-    """Where a tensor lies by what its model says of it; None if that does not account for all of it."""
-    cuts: list[Cut] = []
-    whole: torch.Size | None = None
+    None also for what is no part but the whole: other ranks may have it as a replica.
+    """
     if not sharded or not tensor.is_contiguous() or not tensor.numel():
         return None
-    for one in sharded.get(tensor.untyped_storage().data_ptr(), []):
-        first = one.data.storage_offset() - tensor.storage_offset()
-        if one.data.dim() != tensor.dim() or one.data.stride() != tensor.stride() or first < 0:
-            continue
-        corner = tuple(
-            first // stride % size for stride, size in zip(tensor.stride(), tensor.size(), strict=True)
-        )
-        cuts.append(Cut(one.offsets, tuple(one.data.size()), corner))
-        whole = one.whole
-    if whole is None or sum(math.prod(cut.size) for cut in cuts) != tensor.numel():
+    cuts: list[Cut] = []
+    whole = tensor.size()
+    for box, first in _boxes_in(tensor, sharded):
+        if box.data.dim() != tensor.dim() or box.data.stride() != tensor.stride():
+            return None
+        along = zip(tensor.stride(), tensor.size(), strict=True)
+        corner = tuple(first // stride % size for stride, size in along)
+        cuts.append(Cut(box.offsets, tuple(box.data.size()), corner))
+        whole = box.whole
+    if whole == tensor.size() or sum(math.prod(cut.size) for cut in cuts) != tensor.numel():
         return None
     return Placed(whole, tuple(cuts), tensor.size())
 
