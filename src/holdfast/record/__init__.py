@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         can_bind,
         connect,
         gather,
+        hand_out,
         join_group,
         leave_group,
         listen,

@@ -169,6 +169,31 @@ def share(group: Group, value: T) -> list[T]:
     return cast("list[T]", found)
 
 
+def hand_out(group: Group, data: bytes | None) -> bytes | None:
+    """What rank 0 has, on every rank; None if rank 0 has nothing. All ranks call this together."""
+    if group.process_group is None:
+        return data
+    import torch
+    import torch.distributed as dist
+
+    size = torch.tensor([-1 if data is None else len(data)])
+    dist.broadcast(size, src=0, group=group.process_group)
+    if size.item() < 0:
+        return None
+    whole = bytearray(int(size)) if data is None else b""
+    for start in range(0, int(size), HANDED_AT_ONCE):
+        if data is not None:
+            part = torch.frombuffer(bytearray(data[start : start + HANDED_AT_ONCE]), dtype=torch.uint8)
+        else:
+            part = torch.frombuffer(whole, dtype=torch.uint8)[start : start + HANDED_AT_ONCE]
+        dist.broadcast(part, src=0, group=group.process_group)
+    return data if data is not None else bytes(whole)
+
+
+HANDED_AT_ONCE = 64 << 20
+"""Bytes; the group's deadline holds for each of them."""
+
+
 # --- a store that lives in no rank --------------------------------------------------------------------------
 
 CONNECT_TIMEOUT = 60.0

@@ -13,7 +13,7 @@ import dataclasses
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -82,6 +82,13 @@ class LoadedState:
             self._tracked.gradients.apply(left, self._tensors[GRADIENTS])
 
 
+class Heads(NamedTuple):
+    """The files of a checkpoint that are about all of it: with very many chunks they are large."""
+
+    manifest: bytes
+    metadata: bytes
+
+
 def load(
     directory: Path,
     digest: str,
@@ -92,22 +99,25 @@ def load(
     shards: AssembledShards | None = None,
     needs_data: bool | None = None,
     fresh: Collection[str] = (),
+    heads: Heads | None = None,
 ) -> LoadedState:
     """Load a committed checkpoint whose manifest has this digest.
 
     `needs_data`: whether the script has a data feed, None if that does not matter. What `fresh` names begins
     anew, and need not be in the checkpoint. With `shards` only the manifest and `.metadata` are in the
-    directory; the shards come from wherever they are.
+    directory; the shards come from wherever they are. `heads`: what is about the whole of it, if rank 0 has
+    read that for all.
     """
     try:
-        manifest, found, tables = manifests.read_lazily(directory)
+        manifest, found, tables = manifests.read_lazily(directory, heads.manifest if heads else None)
     except ManifestError as error:
         raise CheckpointError(f"unreadable-manifest: {error}") from error
     if found != digest:
         raise CheckpointError(
             f"altered holdfast.json: its digest is {found}; {digest} was committed under this name"
         )
-    reader = VerifyingReader(directory, manifest, shards.open if shards is not None else None, tables)
+    opened = shards.open if shards is not None else None
+    reader = VerifyingReader(directory, manifest, opened, tables, heads.metadata if heads else None)
     metadata = reader.read_metadata()
     notes: list[str] = []
     plain: list[str] = []

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from holdfast.base import Bounded, plural, size
+from holdfast.base import Bounded, plural, read_regular, size
 from holdfast.checkpoint import Owner, open_root, reading
 from holdfast.checkpoint.choose.ladder import (
     ALARM,
@@ -40,11 +40,13 @@ from holdfast.checkpoint.choose.ladder import (
     take_inventory,
     walk_down,
 )
-from holdfast.checkpoint.choose.load import LoadedState, load, load_stock
+from holdfast.checkpoint.choose.load import Heads, LoadedState, load, load_stock
 from holdfast.checkpoint.choose.taking import load_foreign
 from holdfast.checkpoint.copies import AssembledShards, Assembly, LocalInventory
 from holdfast.checkpoint.foreign import ForeignLayout, name_function, recognise
 from holdfast.checkpoint.format import (
+    MANIFEST,
+    METADATA,
     CheckpointName,
     CheckpointRoot,
     Reason,
@@ -83,6 +85,7 @@ from holdfast.record import (
     Pin,
     Standing,
     StandingBook,
+    hand_out,
     note_root,
     pinned,
     read_key,
@@ -94,6 +97,9 @@ from holdfast.record import (
 log = logging.getLogger("holdfast.checkpoint")
 
 SOURCES = {"own": "on the nodes themselves", "peer": "from peers", "global": "from the checkpoint root"}
+HEADS = (MANIFEST, METADATA)
+HANDED_OUT_FROM = 4 << 20
+"""Bytes of these from which on rank 0 reads them for all."""
 PATIENCE = 60.0
 """Seconds that the storage has to store and give back a little data."""
 
@@ -114,6 +120,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """Parts that begin anew, whatever the checkpoint holds of them."""
     directory: str = ""
     """With `assembly`: where the global tier has the checkpoint, if it has it."""
+    handed_out: bool = False
+    """Whether rank 0 reads for all what is about the whole checkpoint: they meet for that at once."""
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,7 +295,8 @@ class Resumer:
             if offer is not None and offer.assembly:
                 self._bad_copies += found
             if offer is not None:
-                offer = msgspec.structs.replace(offer, fresh=self._fresh_from(rung, resume_from))
+                fresh, handed_out = self._fresh_from(rung, resume_from), self._hands_out(offer)
+                offer = msgspec.structs.replace(offer, fresh=fresh, handed_out=handed_out)
                 number = self._propose(offer)
                 state, mine = self._try(offer)
                 found, unfit = self._gather(number, mine, state.names if state is not None else ())
@@ -315,6 +324,19 @@ class Resumer:
     def _fresh_from(self, rung: Rung, resume_from: str) -> list[str]:
         named = resume_from != "auto" and self._pin is None
         return self._fresh_parts if named or rung.path or rung.name == self._began else []
+
+    def _hands_out(self, offer: Proposal) -> bool:
+        """Whether rank 0 alone is to read the manifest and `.metadata`.
+
+        Of a checkpoint of very many ranks each would read more there than of its own share.
+        """
+        if self._group.process_group is None or offer.assembly or offer.rung is None:
+            return False
+        if not offer.rung.manifest:
+            return False
+        with contextlib.suppress(OSError):
+            return sum((Path(offer.path) / name).stat().st_size for name in HEADS) >= HANDED_OUT_FROM
+        return False
 
     def _offer(self, rung: Rung) -> tuple[Proposal | None, list[str]]:
         """How a rung can be loaded (None if it cannot), and what was found wrong with copies of it."""
@@ -573,6 +595,7 @@ class Resumer:
         rung, path = proposal.rung, Path(proposal.path)
         assert rung is not None
         try:
+            heads = self._heads(path) if proposal.handed_out else None  # first: the others wait for it
             with reading(path), self._shards(rung, proposal) as shards:
                 # `reading`: a rung named by path may be another run's, whose lease we do not hold.
                 if rung.manifest:
@@ -586,6 +609,7 @@ class Resumer:
                         shards=shards,
                         needs_data=self._needs_data,
                         fresh=proposal.fresh,
+                        heads=heads,
                     )
                     counted = state.own["counters"]
                     return state, LoadAnswer(
@@ -617,6 +641,23 @@ class Resumer:
             return None, LoadAnswer(problem=f"unreadable: {error}")
         except Exception as error:  # noqa: BLE001 - a script that cannot take the state must not leave peers waiting
             return None, LoadAnswer(unfit=f"{type(error).__name__} while loading {rung.name}: {error}")
+
+    def _heads(self, path: Path) -> Heads:
+        """What rank 0 reads for all. Whatever goes wrong there, the others are not left waiting for it."""
+        found: list[bytes | None] = [None, None]
+        failed: Exception | None = None
+        if self._group.is_coordinator:
+            try:
+                found = [read_regular(path / name, manifests.MAX_MANIFEST_BYTES) for name in HEADS]
+            except (OSError, MemoryError) as error:
+                failed = error
+        try:
+            manifest, metadata = [hand_out(self._group, one) for one in found]
+        except RuntimeError as error:
+            raise CheckpointError(f"unreadable: rank 0 could not hand {path} out: {error}") from error
+        if failed is not None or manifest is None or metadata is None:
+            raise CheckpointError(f"unreadable: {failed or f'rank 0 could not read {path}'}") from failed
+        return Heads(manifest, metadata)
 
     @contextlib.contextmanager
     def _shards(self, rung: Rung, proposal: Proposal) -> Iterator[AssembledShards | None]:

@@ -114,10 +114,12 @@ class VerifyingReader(FileSystemReader):
         manifest: Manifest,
         shards: OpenShard | None = None,
         tables: Mapping[str, list[Chunk]] | None = None,
+        metadata: bytes | None = None,
     ) -> None:
         """`shards` opens a shard where it does not lie in the directory itself.
 
-        `tables`: the files' chunks, where the manifest was read without them.
+        `tables`: the files' chunks, where the manifest was read without them. `metadata`: what is in
+        `.metadata`, if somebody else has read it; it is verified here all the same.
         """
         super().__init__(directory)
         self._directory = directory
@@ -125,6 +127,7 @@ class VerifyingReader(FileSystemReader):
         self._tables = tables or {entry.path: entry.chunks for entry in manifest.files}
         self._chunks = _Chunks(self._tables)
         self._open = shards or functools.partial(ShardFile, directory)
+        self._given = metadata
         self._read: dict[str, set[int]] = {}
         """Offsets verified so far, by file."""
         self._stored: StoredMetadata | None = None
@@ -152,7 +155,9 @@ class VerifyingReader(FileSystemReader):
         """What `.metadata` says, kept in arrays: it may be of millions of chunks, of which few are read."""
         if self._stored is None:
             entry = self._files[METADATA]
-            data = read_regular(self._directory / METADATA, entry.size)
+            data, self._given = self._given, None
+            if data is None:
+                data = read_regular(self._directory / METADATA, entry.size)
             found = digest_bytes(data)
             if found != entry.digest:
                 raise CheckpointError(f"altered {METADATA}: expected {entry.digest}, found {found}")

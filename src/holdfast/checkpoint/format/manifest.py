@@ -388,9 +388,12 @@ def read(directory: Path) -> tuple[Manifest, str]:
     return decode(_read(directory))
 
 
-def read_lazily(directory: Path) -> tuple[Manifest, str, ChunkTables]:
-    """The same for who needs the chunks of few files: they are not in the manifest but in the tables."""
-    body, digest = _opened(_read(directory))
+def read_lazily(directory: Path, data: bytes | None = None) -> tuple[Manifest, str, ChunkTables]:
+    """The same for who needs the chunks of few files: they are not in the manifest but in the tables.
+
+    `data`: what is in the file, if somebody else has read it.
+    """
+    body, digest = _opened(_read(directory) if data is None else data)
     found = _parsed(body, _Undecoded)
     _check_paths(found.files)
     files = [FileEntry(path=entry.path, size=entry.size, digest=entry.digest) for entry in found.files]
