@@ -392,12 +392,13 @@ def run(wanted: list[str], chosen: argparse.Namespace) -> bool:
             benchmark, begun, place = BENCHMARKS[name], time.monotonic(), f"[{number}/{len(wanted)}]"
             print(f"{place} {name}: {benchmark.title} …", file=sys.stderr, flush=True)
             try:
-                samples[name] = benchmark.measure(Path(work), chosen.size, chosen.repeat)
+                measured = benchmark.measure(Path(work), chosen.size, chosen.repeat)
+                results[name] = summarise(benchmark, measured)
             except Exception:  # noqa: BLE001 - whatever it was, the others are still worth measuring
                 traceback.print_exc()
                 failed.append(name)
                 continue
-            results[name] = summarise(benchmark, samples[name])
+            samples[name] = measured
             RESULTS.write_text(json.dumps(results, indent=2) + "\n")
             took = time.monotonic() - begun
             print(f"{place} {in_a_line(name, results[name])} [{took:.0f} s]", file=sys.stderr, flush=True)
