@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     )
     from holdfast.base.torch_internals import (
         ActivationWrapper,
-        FlatStretch,
         InstanceNorm,
         LoaderIterator,
         NormBase,
@@ -95,6 +94,7 @@ if TYPE_CHECKING:
         has_bytes,
         has_partial_reduction,
         has_unreduced_gradient,
+        hides_parameters,
         in_backward,
         is_traceable_wrapper_subclass,
         local_part,

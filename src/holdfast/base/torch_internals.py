@@ -376,6 +376,12 @@ def flat_handle(module: nn.Module) -> Any:
     return getattr(module, "_handle", None) if isinstance(module, _fsdp1()) else None
 
 
+def hides_parameters(module: nn.Module) -> bool:
+    """Whether FSDP1 shows one flat parameter here in place of the module's own."""
+    handle = flat_handle(module)
+    return handle is not None and not handle._use_orig_params
+
+
 def flat_stretches(module: nn.Module) -> list[FlatStretch]:
     """The parameters that FSDP1 shards at this very module. What it does not shard is a plain parameter.
 

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
-from holdfast.base import flat_handle, is_traceable_wrapper_subclass, local_part
+from holdfast.base import hides_parameters, is_traceable_wrapper_subclass, local_part
 from holdfast.checkpoint.format import FAILURES, about
 from holdfast.checkpoint.state.adapters import Wrapped, child_names, is_storable, unwrapped
 from holdfast.checkpoint.state.unchanged import usual_entries
@@ -64,9 +64,7 @@ def uncollected() -> Iterator[None]:
 
 def refuse_flat_parameters(name: str, model: nn.Module) -> None:
     """FSDP1 has one flat parameter in place of many, unless it is told to keep those, too."""
-    if any(
-        (handle := flat_handle(one)) is not None and not handle._use_orig_params for one in model.modules()
-    ):
+    if any(map(hides_parameters, model.modules())):
         raise UsageError(
             f"track({name}=…): the model is wrapped in FullyShardedDataParallel(use_orig_params=False), so "
             "an optimizer sees flat parameters without names, and their state fits one number of ranks only. "

@@ -12,7 +12,7 @@ from kit.harness import REPO, wait_until
 from kit.nodes.nodes import cluster, finish_all
 from kit.runs import journalled, leads, outcomes
 
-TIED = str(REPO / "tests" / "scripts" / "train" / "train_tied.py")
+TIED = str(REPO / "tests" / "scripts" / "launch" / "train_tied.py")
 
 
 @pytest.mark.drill
