@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from kit.acting import Place, clean_place
 from kit.control import book, control, fence
+from kit.harness import is_alive, stood_at
 from kit.nodes.fake_scontrol import Fake, installed
 from kit.nodes.local_tier import memory
 from kit.nodes.machines import mount_namespaces, slow_io
@@ -44,6 +45,15 @@ settings.load_profile("repeatable")
 def _one_thread() -> None:
     """CPU results are bitwise repeatable only at equal thread counts."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_stacks_are_left() -> Iterator[None]:
+    """Of children that a test has killed."""
+    yield
+    for path in stood_at(0).parent.glob(stood_at(0).name.replace("-0.", "-*.")):
+        if not is_alive(int(path.stem.rpartition("-")[2])):
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("partition", ["low", pytest.param("graced", marks=drill)])
+@drill
+@pytest.mark.parametrize("partition", ["low", "graced"])
 def test_a_preempted_job_saves_and_goes_on_elsewhere_bitwise_as_if_undisturbed(
     slurm: SlurmCluster, tmp_path: Path, undisturbed: Path, partition: str
 ) -> None:

@@ -275,6 +275,35 @@ def test_a_piece_says_its_place_and_nothing_else_can_be_done_with_it() -> None:
         piece + 1
 
 
+def test_as_many_ranks_take_their_own_also_where_a_part_begins_anew(tmp_path: Path) -> None:
+    """Another part, and a module without state, are no other division of what was there."""
+
+    def work(rank: int, saves: bool) -> list[float]:
+        inner = nn.Linear(2, 2, bias=False)
+        model = nn.Sequential(inner) if saves else nn.Sequential(inner, nn.Dropout())
+        with torch.no_grad():
+            inner.weight.fill_(100 + rank if saves else 0)
+        more = {} if saves else {"checkpoint_resume_from": str(saved), "checkpoint_fresh_parts": "head"}
+        run = holdfast.Run(run_dir=tmp_path / ("run" if saves else "other"), checkpoint_interval=0, **more)
+        run.track(model=model, **({} if saves else {"head": torch.Generator()}))
+        run.start()
+        if saves:
+            run.begin_step()
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        return inner.weight.flatten().tolist()
+
+    (tmp_path / "first").mkdir()
+    together(tmp_path / "first", 2, lambda rank: work(rank, True))
+    (saved,) = checkpoints(tmp_path / "run")
+    assert manifests.read(saved)[0].world.tied == ["model.0.weight"]
+    (tmp_path / "second").mkdir()
+    found = together(tmp_path / "second", 2, lambda rank: work(rank, False))
+    assert found == [[100.0] * 4, [101.0] * 4]
+
+
 class Described(nn.Module):
     """A weight of 6 × 4 in columns of other lengths on each rank, kept in two pieces in the other order."""
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from holdfast.checkpoint.choose.sharing import reshard
+from holdfast.checkpoint.choose.sharing import cure, reshard
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import AssembledShards
 from holdfast.checkpoint.format import METADATA, Manifest, ManifestError, MetadataError, as_torch
@@ -125,7 +125,8 @@ def load(
     as_saved = manifest.world.size == world
     if as_saved:
         blob = _read_blob(reader, metadata, rank)
-        as_saved = blob.get("held", tracked.held) == tracked.held
+        held = {name: one for name, one in tracked.held.items() if name not in fresh}
+        as_saved = held.items() <= blob.get("held", held).items()
     if as_saved:
         others, own = blob["tracked"], blob["own"]
         there = set(others)
@@ -231,7 +232,7 @@ def _refuse_other_tensors(tracked: Tracked, metadata: Metadata, was: int, world:
         raise IncompleteStateError(
             f"{refused[0]}{more} differs between the {was} ranks that saved it: rank {names[refused[0]]} has "
             f"one of its own. Nothing says of which whole these are parts, so {world} ranks cannot share "
-            f"them out. Resume with {was} ranks; for checkpoints from then on, declare how they are divided: "
+            f"them out. {cure(was, world)}; for checkpoints from then on, declare how they are divided: "
             f"run.track(layout={{{refused[0]!r}: holdfast.Split(group, dimension)}}). If every rank may take "
             f"the lowest rank's: layout={{{refused[0]!r}: 'lowest'}}"
         )

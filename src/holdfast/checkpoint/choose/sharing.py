@@ -133,10 +133,17 @@ def _seed(run: str, step: int, part: str, rank: int, world: int) -> int:
     return int(xxhash.xxh3_64_hexdigest(told.encode())[:15], 16)
 
 
+def cure(was: int, world: int) -> str:
+    """What to do where a checkpoint of so many ranks cannot be shared out to these."""
+    if was == world:
+        return f"Let each of the {was} ranks hold the parts that it held when it saved this"
+    return f"Resume with {was} ranks"
+
+
 def _differs(where: str, one: int, other: int, was: int, world: int) -> IncompleteStateError:
     return IncompleteStateError(
         f"{where} differs between ranks {one} and {other} of the {was} that saved it, so it cannot be shared "
-        f"out to {world}. Resume with {was} ranks"
+        f"out to {world}. {cure(was, world)}"
     )
 
 
@@ -151,7 +158,7 @@ def _united(part: str, dicts: Sequence[Mapping[Any, Any]], was: int, world: int)
             if key in found and first_difference(found[key], value, "it"):
                 raise IncompleteStateError(
                     f"{part}: {key} differs between the {was} ranks that saved it, so it cannot be shared "
-                    f"out to {world}. Resume with {was} ranks"
+                    f"out to {world}. {cure(was, world)}"
                 )
             found.setdefault(key, value)
     return found
@@ -177,13 +184,13 @@ def _merge_optimizers(part: str, states: Sequence[dict[str, Any]], was: int, wor
     if any("packed" in one for one in states):
         raise IncompleteStateError(
             f"{part} is stored as a whole by each of the {was} ranks that saved it, and differs between "
-            f"them, so it cannot be shared out to {world}. Resume with {was} ranks"
+            f"them, so it cannot be shared out to {world}. {cure(was, world)}"
         )
     groups = [one["param_groups"] for one in states]
     if len({len(each) for each in groups}) > 1:
         raise IncompleteStateError(
             f"{part} has another number of parameter groups on each of the {was} ranks that saved it, so it "
-            f"cannot be shared out to {world}. Resume with {was} ranks"
+            f"cannot be shared out to {world}. {cure(was, world)}"
         )
     merged: dict[str, Any] = {"param_groups": []}
     for at, same in enumerate(zip(*groups, strict=True)):
@@ -270,7 +277,7 @@ def _share_gradients(first: dict[str, Any], all_of_them: Sequence[Any], world: i
         name = min(own | first["objects"].keys(), default="some")
         raise IncompleteStateError(
             f"gradients that {len(all_of_them)} ranks have accumulated on their own cannot be shared out to "
-            f"{world} ({name}). Resume with {len(all_of_them)} ranks"
+            f"{world} ({name}). {cure(len(all_of_them), world)}"
         )
     return {**first, "entries": entries, "unsynced": []}
 

@@ -62,9 +62,9 @@ class Tracked:
         self._last_kinds: dict[str, str] = {}
         self.ignored: list[object] = []
         """What the script has said is not to be kept."""
-        self.held = ""
-        """A digest of the names that this rank held when the run began: of parts, of what is in them, and of
-        what in there it has nothing of. Where a save's is another, other ranks' blobs are needed, too."""
+        self.held: dict[str, str] = {}
+        """By part, a digest of the names that this rank held of it when the run began, and of those of which
+        it had nothing. Where a save's is another, other ranks' blobs are needed, too."""
         self.looked_around = False
         """Whether a search was made for things that the script trains with but does not track."""
 
@@ -297,10 +297,16 @@ class Tracked:
         found = {name: self.division.absent(owner) for name, owner in self._owners().items()}
         return {name: names for name, names in found.items() if names}
 
-    def _names_held(self) -> str:
-        names = {name: sorted(one) for name, one in sorted(self.names_within().items())}
-        absent = {name: sorted(one) for name, one in sorted(self.absent().items())}
-        return xxhash.xxh3_64_hexdigest(repr((sorted(self._objects), names, absent)).encode())
+    def _names_held(self) -> dict[str, str]:
+        models = dict(self.models())
+        names = {name: sorted(module.registered(module.members(model))) for name, model in models.items()}
+        for name, owner in self._owners().items():
+            names[name] = sorted(optimizer.parameter_names(models[owner]))
+        absent = self.absent()
+        return {
+            name: xxhash.xxh3_64_hexdigest(repr((names.get(name), sorted(absent.get(name, ())))).encode())
+            for name in self._objects
+        }
 
     def lowest(self, names: Iterable[str]) -> frozenset[str]:
         """Those of these full names of which other numbers of ranks are to take the lowest rank's tensor.
