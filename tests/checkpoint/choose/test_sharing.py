@@ -294,3 +294,33 @@ def test_what_all_ranks_leave_out_is_what_nobody_tracks(left: list[set[int]], co
     each = [{names[at] for at in one if at < count} for one in left]
     told = tracked_by_nobody([LeftOut.of(one, names) for one in each], names)
     assert told == sorted(set.intersection(*each))
+
+
+def test_as_many_ranks_keep_what_is_their_own_and_share_the_rest_by_name() -> None:
+    """Tensor parallel ranks in place of pipeline stages: generators, position and counts stay where they are."""
+    stages = [{"param_groups": [{"params": [name]}], "state": {name: {"step": 3}}} for name in "ab"]
+    blobs = [
+        {
+            "tracked": {"optimizer": stage, "noise": {"state": rank}},
+            "own": {"counters": {"step": 1, "samples": 5 + rank}, "data": f"position {rank}", "rng": rank},
+        }
+        for rank, stage in enumerate(stages)
+    ]
+    kinds = {"optimizer": "optimizer", "noise": "object"}
+    names = {"optimizer": {"a", "b"}}
+    shared = reshard(
+        blobs,
+        run="r",
+        step=1,
+        rank=1,
+        world=2,
+        kinds=kinds,
+        names=names,
+        generators=["noise"],
+        same_size=True,
+    )
+    assert shared.own == blobs[1]["own"]
+    assert shared.tracked["noise"] == {"state": 1}
+    assert shared.tracked["optimizer"]["param_groups"] == [{"params": ["a", "b"]}]
+    assert shared.tracked["optimizer"]["state"] == {"a": {"step": 3}, "b": {"step": 3}}
+    assert "hold other parts of it now" in shared.notes[0]

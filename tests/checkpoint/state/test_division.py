@@ -275,6 +275,30 @@ def test_a_piece_says_its_place_and_nothing_else_can_be_done_with_it() -> None:
         piece + 1
 
 
+def test_a_gradient_that_is_zero_in_one_ranks_part_is_stored_with_the_others(tmp_path: Path) -> None:
+    """It waits for more: left out by the rank that has zeros, the whole would have a hole."""
+
+    def work(rank: int) -> list[float]:
+        world = dist.get_world_size()
+        model = Experts(rank * 4 // world, 4 // world)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model, layout={"model.weight": holdfast.Split(dist.group.WORLD, 0)})
+        if not run.start():
+            run.begin_step()
+            model.weight.grad = torch.full_like(model.weight, float(rank))
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        assert model.weight.grad is not None
+        return model.weight.grad[:, 0].tolist()
+
+    for world in (2, 1):
+        (tmp_path / str(world)).mkdir()
+        found = together(tmp_path / str(world), world, work)
+    assert found == [[0.0, 0.0, 1.0, 1.0]]
+
+
 def test_as_many_ranks_take_their_own_also_where_a_part_begins_anew(tmp_path: Path) -> None:
     """Another part, and a module without state, are no other division of what was there."""
 
