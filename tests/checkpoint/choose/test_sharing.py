@@ -297,7 +297,7 @@ def test_what_all_ranks_leave_out_is_what_nobody_tracks(left: list[set[int]], co
 
 
 def test_as_many_ranks_keep_what_is_their_own_and_share_the_rest_by_name() -> None:
-    """Tensor parallel ranks in place of pipeline stages: generators, position and counts stay where they are."""
+    """Tensor parallel ranks in place of pipeline stages: generators, position and counts stay."""
     stages = [{"param_groups": [{"params": [name]}], "state": {name: {"step": 3}}} for name in "ab"]
     blobs = [
         {
