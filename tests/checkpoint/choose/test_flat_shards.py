@@ -328,3 +328,24 @@ def test_stretches_become_boxes_that_cover_them_and_follow_each_other(
             assert (part == -1).all()
             part.copy_(cut.of(local))
     assert torch.equal(rebuilt, whole)
+
+
+@drill
+def test_replicas_of_shards(tmp_path: Path) -> None:
+    """Two replicas of two shards, on a mesh; what they hold twice is stored once."""
+
+    def hybrid(model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+
+    first = on(tmp_path, 4, hybrid, 0, 2)
+    second = on(tmp_path, 2, flat, 2, 3)
+    assert second["before"] == first["after"]
+    third = on(tmp_path, 4, hybrid, 3, 4)
+    assert third["before"] == second["after"]
