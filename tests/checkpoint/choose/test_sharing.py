@@ -123,6 +123,32 @@ def test_what_no_rank_tracks_any_more_is_named(tmp_path: Path, world: int) -> No
         assert ("model.layer2.weight" in told) is (world == 1)
 
 
+def test_a_part_may_move_to_another_of_as_many_ranks(tmp_path: Path) -> None:
+    """Layers 0 and 1, and 2; then 0, and 1 and 2: the first rank has lost what the second now tracks."""
+
+    def work(rank: int) -> dict[str, list[float]]:
+        saves = not (tmp_path / "moved").exists()
+        numbers = ([[0, 1], [2]] if saves else [[0], [1, 2]])[rank]
+        model = Layers(numbers if saves else [])
+        for number in [] if saves else numbers:
+            model.add_module(f"layer{number}", nn.Linear(2, 2))
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(**model._modules)
+        if not run.start():
+            run.begin_step()
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        return {name: one.flatten().tolist() for name, one in model.named_parameters()}
+
+    for name in ("saved", "moved"):
+        (tmp_path / name).mkdir()
+        found = together(tmp_path / name, 2, work)
+    expected = {name: one.flatten().tolist() for name, one in Layers([0, 1, 2]).named_parameters()}
+    assert {**found[0], **found[1]} == expected
+
+
 def test_a_part_without_tensors_that_no_rank_tracks_any_more_is_named_too(tmp_path: Path) -> None:
     """At another number of ranks, where nobody looks for what it does not track in a blob of its own."""
 

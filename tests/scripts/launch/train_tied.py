@@ -27,13 +27,12 @@ def main(log: str) -> None:
     begun = run.start()
     with Path(log).open("a") as file:
         file.write(f"{attempt} {rank} {dist.get_world_size()} {begun} {model.weight[0, 0].item():g}\n")
-    while run.step < begun + 2 or attempt == 1:
+    until = SAVED if attempt == 1 else begun + 2
+    while run.step < until:
         run.begin_step()
         with torch.no_grad():
             model.weight += 1
         run.end_step()
-        if run.step == SAVED and attempt == 1:
-            break
     if attempt == 1:
         with Path(log).open("a") as file:
             file.write(f"saved {rank}\n")

@@ -126,7 +126,8 @@ def load(
     if as_saved:
         blob = _read_blob(reader, metadata, rank)
         held = {name: one for name, one in tracked.held.items() if name not in fresh}
-        as_saved = held.items() <= blob.get("held", held).items()
+        gone = blob["tracked"].keys() - {*tracked.names(), *fresh}  # another rank may track it now
+        as_saved = held.items() <= blob.get("held", held).items() and (world == 1 or not gone)
     if as_saved:
         others, own = blob["tracked"], blob["own"]
         there = set(others)
@@ -172,7 +173,7 @@ def load(
     if gradients is not None:
         tensors[GRADIENTS] = tracked.gradients.targets(gradients, seen)
         if not as_saved:
-            _refuse_gradients_of_ranks(metadata, manifest.world.size)
+            _refuse_gradients_of_ranks(metadata, manifest.world.size, world)
     wanted = flatten(tensors)  # with the gradients
     _load_tensors(_own_first(wanted, metadata, rank) if as_saved else wanted, reader)
     rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
@@ -210,13 +211,13 @@ def _check_data(position: dict[str, Any] | None, needs_data: bool | None) -> Non
     )
 
 
-def _refuse_gradients_of_ranks(metadata: Metadata, was: int) -> None:
+def _refuse_gradients_of_ranks(metadata: Metadata, was: int, world: int) -> None:
     for key in metadata.state_dict_metadata:
         if key.startswith(f"{OWN}.own_") and f".{GRADIENTS}." in key:
             name = key.partition(f".{GRADIENTS}.")[2]
             raise IncompleteStateError(
                 f"the accumulated gradient {name} differs between the {was} ranks that saved it, so it "
-                f"cannot be shared out. Resume with {was} ranks"
+                f"cannot be shared out. {cure(was, world)}"
             )
 
 

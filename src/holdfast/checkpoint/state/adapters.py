@@ -227,10 +227,9 @@ class Cut(NamedTuple):
         """The box, as a view of what the rank holds."""
         if isinstance(self.at, int):
             return local[self.at : self.at + math.prod(self.size)].view(self.size)
-        added = len(self.size) - len(self.at)  # dimensions that only the whole has come first
-        for dim, (start, length) in enumerate(zip(self.at, self.size[added:], strict=True)):
+        for dim, (start, length) in enumerate(zip(self.at, self.size, strict=True)):
             local = local.narrow(dim, start, length)
-        return local[(None,) * added] if added else local
+        return local
 
 
 class SplitTensor(torch.Tensor):
