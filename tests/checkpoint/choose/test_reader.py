@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from holdfast.checkpoint.choose import load
+from holdfast.checkpoint.choose import load, pieces
 from holdfast.checkpoint.choose import verifying_reader as reading
 from holdfast.checkpoint.choose.load import _load_tensors
+from holdfast.checkpoint.choose.pieces import Buffers
 from holdfast.checkpoint.choose.verifying_reader import IN_PLACE, VerifyingReader
 from holdfast.checkpoint.commit import write_metadata
 from holdfast.checkpoint.format import manifest as manifests
@@ -164,15 +166,40 @@ def test_both_ways_to_a_tensor_give_the_same(
     assert [name for name in state if not same_bits(target[name], state[name])] == []
 
 
-def test_items_too_large_to_read_ahead_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {f"{n:02d}": bits(size, torch.uint8, n) for n, size in enumerate([90_000, 200_000, 1_000] * 6)}
+def test_memory_for_reading_is_bounded_but_for_a_larger_item_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [90_000, 200_000, 1_000, 300_000] * 6
+    state = {f"{n:02d}": bits(size, torch.uint8, n) for n, size in enumerate(sizes)}
     write(tmp_path / "saved", state)
-    monkeypatch.setattr(reading, "AHEAD", 100_000)
-    reader = VerifyingReader(tmp_path / "saved", seal(tmp_path / "saved"))
+    held: Counter[int] = Counter()
+    seen: list[list[int]] = []
+    take, give_back = Buffers.take, Buffers.give_back
+
+    def taken(self: Buffers, length: int, stopped: threading.Event) -> Any:
+        buffer = take(self, length, stopped)
+        assert buffer is not None
+        held[buffer.size] += 1
+        seen.append(sorted(held.elements()))
+        return buffer
+
+    def given_back(self: Buffers, buffer: Any, until: Any) -> None:
+        held[buffer.size] -= 1
+        give_back(self, buffer, until)
+
+    monkeypatch.setattr(Buffers, "take", taken)
+    monkeypatch.setattr(Buffers, "give_back", given_back)
+    monkeypatch.setattr(pieces, "ALONE", 0)
+    monkeypatch.setattr(pieces, "STRETCH", 1)
+    monkeypatch.setattr(reading, "LEAST", 250_000)
+    monkeypatch.setattr(reading, "MOST", 250_000)
+    reader = VerifyingReader(tmp_path / "saved", seal(tmp_path / "saved"), threads=4)
     target = blank(state)
     dcp.load(target, storage_reader=reader, no_dist=True)
     assert [name for name in state if not torch.equal(state[name], target[name])] == []
-    assert len(reader._buffers[0]) > 200_000 >= 100_000 > len(reader._buffers[1])
+    assert any(len(sizes) > 1 for sizes in seen), "several at once, where there is room"
+    assert all(sum(sizes) <= 250_000 or len(sizes) == 1 for sizes in seen)
+    assert not +held
 
 
 # --- many small ones ----------------------------------------------------------------------------------------
@@ -513,6 +540,9 @@ def test_a_part_of_a_tensor_is_looked_at_too(tmp_path: Path, monkeypatch: pytest
     plan = dcp.planner.LoadPlan([part])
     reader.read_data(plan, Planner())  # type: ignore[arg-type]
     assert torch.equal(target, whole[500:1500])
+    target = torch.zeros(2000)[::2]
+    reader.read_data(plan, Planner())  # type: ignore[arg-type]
+    assert torch.equal(target, whole[500:1500]), "not in a row in memory"
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: self.fill_(1.0))
     with pytest.raises(CheckpointError, match="wrong-in-memory w"):
         reader.read_data(plan, Planner())  # type: ignore[arg-type]

@@ -3,14 +3,16 @@
 Guarantee: nothing is unpickled, and no tensor is touched, before the bytes it comes from have matched the
 digest taken when they were written. Each item is read once into memory, digested there, and used from that
 same memory, so what was verified is what is loaded; a large one that is already in this node's memory is
-digested and used there, under the lease that keeps it unchanged. While one item is used, a helper thread
-reads and digests the next. Then each tensor is checked where it ended up: its fingerprint there must be the
-one taken when it was saved (or, for a tensor that is put together from parts, that of each part as it was
-read).
+digested and used there, under the lease that keeps it unchanged. Then each tensor is checked where it ended
+up: its fingerprint there must be the one taken when it was saved (or, for a tensor that is put together from
+parts, that of each part as it was read).
 
-Small items that lie side by side are read together, and each is digested by itself. A tensor that is stored
-whole goes straight to where it is wanted (`expect`); DCP plans only what is put together from parts. An
-archive is opened once for all those that differ from it only in the tensor's own bytes.
+Several threads do all of this at once (pieces.py), each with another piece of the files. Small items that lie
+side by side are one piece, and each is digested by itself. What goes to a device is read into page-locked
+memory and copied from there on a stream of its own, while the next pieces are read; all that lies on a device
+is checked in one go at the end. A tensor that is stored whole goes straight to where it is wanted (`expect`);
+DCP plans only what is put together from parts. An archive is opened once for all those that differ from it
+only in the tensor's own bytes.
 """
 
 from __future__ import annotations
@@ -20,16 +22,14 @@ import dataclasses
 import functools
 import io
 import itertools
+import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future as Pending
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -37,26 +37,37 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
 from holdfast.base import compute_local_shape_and_global_offset, narrow_tensor_by_index, read_regular
+from holdfast.checkpoint.choose.pieces import (
+    MOST,
+    Buffers,
+    LoadTimes,
+    Piece,
+    PieceReader,
+    local_ranks,
+    threads_for_loading,
+)
 from holdfast.checkpoint.format import (
     METADATA,
     READ_SLICE,
     Chunk,
     Chunks,
+    FileEntry,
     Manifest,
     ManifestError,
     MetadataError,
     OpenShard,
     ShardFile,
-    ShardSource,
     StorageEntry,
     StoredChunks,
     StoredMetadata,
     as_torch,
     digest_bytes,
+    memory_left,
     parse,
     plain,
 )
 from holdfast.checkpoint.format import fingerprint as fingerprints
+from holdfast.checkpoint.save import pin
 from holdfast.checkpoint.state import SplitTensor
 from holdfast.errors import CheckpointError
 
@@ -64,8 +75,8 @@ IN_PLACE = 64 * 1024
 """Items at least this large are read one by one; smaller ones together, where they lie side by side."""
 TOGETHER = READ_SLICE
 """Bytes of small items that are read at a time."""
-AHEAD = 256 * 1024 * 1024
-"""Items up to this size are read while the previous one is used; memory holds only one larger item."""
+LEAST = 64 * 1024 * 1024
+"""Bytes of memory that are read into, however little there is."""
 Place = tuple[int, int]
 """Where an item lies in its file: (offset, length)."""
 Form = tuple[torch.dtype, tuple[int, ...], int]
@@ -79,6 +90,14 @@ class Whole(NamedTuple):
     place: Place
     form: Form
     target: torch.Tensor
+
+
+class _Part(NamedTuple):
+    """A part of a tensor that DCP has planned."""
+
+    item: ReadItem
+    target: torch.Tensor | None
+    """Where it is wanted; None for an object, which the planner loads."""
 
 
 class _Frame(NamedTuple):
@@ -115,11 +134,14 @@ class VerifyingReader(FileSystemReader):
         shards: OpenShard | None = None,
         tables: Mapping[str, list[Chunk]] | None = None,
         metadata: bytes | None = None,
+        *,
+        threads: int = 0,
     ) -> None:
         """`shards` opens a shard where it does not lie in the directory itself.
 
         `tables`: the files' chunks, where the manifest was read without them. `metadata`: what is in
-        `.metadata`, if somebody else has read it; it is verified here all the same.
+        `.metadata`, if somebody else has read it; it is verified here all the same. `threads`: how many read
+        at once, 0 for this rank's share of the cores.
         """
         super().__init__(directory)
         self._directory = directory
@@ -138,7 +160,9 @@ class VerifyingReader(FileSystemReader):
         self._wholes: dict[str, dict[Place, Whole]] = {}
         """Expected, and not read yet; by file."""
         self._frames: dict[Form, _Frame | None] = {}
-        self._buffers = [bytearray(), bytearray()]
+        self._threads = threads or threads_for_loading()
+        self.times = LoadTimes()
+        """Where the time went, over all that was read so far."""
         self._on_devices: list[tuple[str, torch.Tensor, str]] = []
         """Loaded tensors whose fingerprint is still to be checked: (name, tensor, expected)."""
 
@@ -252,116 +276,124 @@ class VerifyingReader(FileSystemReader):
     def _read_all(self, parts: dict[str, dict[Place, list[ReadItem]]], planner: LoadPlanner | None) -> None:
         """Read what is expected and what DCP has planned, in one pass over each file."""
         wholes, self._wholes = self._wholes, {}
-        for path in dict.fromkeys([*wholes, *parts]):
-            whole, part = wholes.get(path, {}), parts.get(path, {})
-            for places, data in self._verified(path, sorted({*whole, *part})):
-                self._fill(path, data, places[0][0], [whole[place] for place in places if place in whole])
-                for place in places:
-                    if planner is not None and place in part:
-                        start = place[0] - places[0][0]
-                        known = self._chunks[path][place].fingerprint
-                        self._use(data[start : start + place[1]], part[place], planner, known)
+        planned = {
+            path: {place: [_part(item, planner) for item in items] for place, items in places.items()}
+            for path, places in parts.items()
+        }
+        devices = _Devices(wholes, planned)
+        buffers = Buffers(_most(), devices.lock_pages if devices.any else None)
+        reader = self._piece_reader(buffers, in_place=lambda piece: not devices.takes(piece))
+
+        def use(piece: Piece, data: memoryview, times: LoadTimes) -> Callable[[], object] | None:
+            whole, part = wholes.get(piece.path, {}), planned.get(piece.path, {})
+            filling = _Filling(reader, devices, times, self._on_devices)
+            places = [(chunk.offset, chunk.length) for chunk in piece.chunks]
+            self._fill(piece, data, [whole[place] for place in places if place in whole], filling)
+            for chunk, place in zip(piece.chunks, places, strict=True):
+                if place in part:
+                    assert planner is not None
+                    start = chunk.offset - piece.offset
+                    item = data[start : start + chunk.length]
+                    self._use(item, part[place], planner, chunk.fingerprint, filling)
+            self._was_read(piece)
+            return filling.until()
+
+        paths = dict.fromkeys([*wholes, *planned])
+        wanted = ((path, sorted({*wholes.get(path, {}), *planned.get(path, {})})) for path in paths)
+        try:
+            reader.read(self._pieces(wanted), use)
+            devices.join()
+        finally:
+            buffers.close()
+        started = time.perf_counter()
         self._check_on_devices()
+        self.times.add(check=time.perf_counter() - started)
 
     def verify_rest(self, paths: Iterable[str]) -> None:
         """Verify the chunks of these files that loading did not need."""
-        for path in paths:
-            done = self._read.get(path, set())
-            left = [(c.offset, c.length) for c in self._chunks[path].values() if c.offset not in done]
-            if left:
-                for _ in self._verified(path, left):
-                    pass
+
+        def left() -> Iterator[tuple[str, list[Place]]]:
+            for path in paths:
+                done = self._read.get(path, set())
+                yield (
+                    path,
+                    [(c.offset, c.length) for c in self._chunks[path].values() if c.offset not in done],
+                )
+
+        def use(piece: Piece, data: memoryview, times: LoadTimes) -> None:
+            del data, times
+            self._was_read(piece)
+
+        buffers = Buffers(_most())
+        try:
+            self._piece_reader(buffers).read(self._pieces(left()), use)
+        finally:
+            buffers.close()
 
     def shard_paths(self) -> list[str]:
         return sorted(path for path in self._files if path != METADATA)
 
-    def _verified(self, path: str, places: Sequence[Place]) -> Iterator[tuple[list[Place], memoryview]]:
-        """Verified bytes, for a run of adjacent places at a time, until all are read; valid until the next.
+    def _piece_reader(
+        self, buffers: Buffers, in_place: Callable[[Piece], bool] = lambda _: True
+    ) -> PieceReader:
+        return PieceReader(
+            self._open,
+            buffers,
+            threads=self._threads,
+            in_place=lambda piece: len(piece.chunks) == 1 and piece.length >= IN_PLACE and in_place(piece),
+            times=self.times,
+        )
 
-        `places` are in the order in which they lie in the file.
-        """
-        if path not in self._files:
-            raise CheckpointError(
-                f"stale-metadata {path[:200]!r}: .metadata names a file the manifest does not list"
-            )
-        with self._open(self._files[path]) as shard, ThreadPoolExecutor(1) as helper:
-            current: tuple[list[Place], Pending[memoryview]] | None = None
-            slot = 0
-            for run in runs(places):
-                # Two buffers take turns: the caller uses one while the other is filled.
-                slot = 1 - slot
-                if run[0][1] > AHEAD:
-                    if current is not None:
-                        yield current[0], current[1].result()
-                    current, slot = None, 0
-                coming = helper.submit(self._read_verified, shard, path, run, slot)
-                if current is not None:
-                    yield current[0], current[1].result()
-                current = run, coming
-            if current is not None:
-                yield current[0], current[1].result()
+    def _was_read(self, piece: Piece) -> None:
+        self._read.setdefault(piece.path, set()).update([chunk.offset for chunk in piece.chunks])
 
-    def _read_verified(self, shard: ShardSource, path: str, run: list[Place], slot: int) -> memoryview:
-        chunks: list[Chunk] = []
-        for place in run:
-            chunk = self._chunks[path].get(place)
-            if chunk is None:
+    def _pieces(
+        self, files: Iterable[tuple[str, Sequence[Place]]]
+    ) -> Iterator[tuple[FileEntry, list[Piece]]]:
+        """What is to be read of files, as the manifest has it. Places are in the order of the file."""
+        for path, places in files:
+            if path not in self._files:
                 raise CheckpointError(
-                    f"stale-metadata {path}: .metadata places an item at {place[0]}+{place[1]}; "
-                    "the manifest does not"
+                    f"stale-metadata {path[:200]!r}: .metadata names a file the manifest does not list"
                 )
-            chunks.append(chunk)
-        done = 0
-        while True:
-            length = run[-1][0] + run[-1][1] - run[0][0]
-            view = shard.in_place(run[0][0], length) if len(run) == 1 and length >= IN_PLACE else None
-            if view is not None:
-                why = _unlike(path, chunks[0], xxhash.xxh3_128_hexdigest(view))
-            else:
-                if len(self._buffers[slot]) < length:
-                    self._buffers[slot] = bytearray(length)
-                view = memoryview(self._buffers[slot])[:length]
-                good, why = _read(shard, path, view[run[done][0] - run[0][0] :], chunks[done:])
-                done += good  # another source has to supply only the rest
-            if not why:
-                self._read.setdefault(path, set()).update(chunk.offset for chunk in chunks)
-                return view
-            if not shard.another(why):
-                raise CheckpointError(why)
+            if not places:
+                continue
+            chunks = self._chunks[path]
+            for offset, length in places:
+                if (offset, length) not in chunks:
+                    raise CheckpointError(
+                        f"stale-metadata {path}: .metadata places an item at {offset}+{length}; "
+                        "the manifest does not"
+                    )
+            yield self._files[path], [Piece(path, [chunks[place] for place in run]) for run in runs(places)]
 
-    def _fill(self, path: str, data: memoryview, base: int, wholes: Sequence[Whole]) -> None:
-        """Put verified items where they are wanted; `data` begins at offset `base` of the file."""
+    def _fill(self, piece: Piece, data: memoryview, wholes: Sequence[Whole], filling: _Filling) -> None:
+        """Put verified items where they are wanted."""
+        prints = {chunk.offset: chunk.fingerprint for chunk in piece.chunks}
         if len(wholes) == 1 and wholes[0].place[1] >= IN_PLACE:
             (whole,) = wholes
-            expected = self._chunks[path][whole.place].fingerprint
-            self._put(whole.name, self._tensor(data, whole.form), whole.target, expected)
+            filling.put(whole.name, self._tensor(data, whole.form), whole.target, prints[whole.place[0]])
             return
         # Group those of one form in a row without a gap: for them the difference stays the same.
         key = lambda pair: (pair[1].form, pair[1].place[0] - pair[0] * pair[1].place[1])  # noqa: E731
         for _, found in itertools.groupby(enumerate(wholes), key=key):
             alike = [whole for _, whole in found]
-            start, length = alike[0].place[0] - base, alike[0].place[1]
-            self._fill_alike(
-                data[start : start + len(alike) * length],
-                alike,
-                [self._chunks[path][whole.place].fingerprint for whole in alike],
-            )
+            start, length = alike[0].place[0] - piece.offset, alike[0].place[1]
+            expected = [prints[whole.place[0]] for whole in alike]
+            self._fill_alike(data[start : start + len(alike) * length], alike, expected, filling)
 
-    def _fill_alike(self, data: memoryview, wholes: list[Whole], expected: list[str]) -> None:
+    def _fill_alike(
+        self, data: memoryview, wholes: list[Whole], expected: list[str], filling: _Filling
+    ) -> None:
         form = wholes[0].form
         sources = self._tensors(data, form, len(wholes))
         if sources is None:
             for at, (whole, print_) in enumerate(zip(wholes, expected, strict=True)):
                 source = _loaded(data[at * form[2] : (at + 1) * form[2]])
-                self._put(whole.name, source, whole.target, print_)
-            return
-        torch._foreach_copy_([whole.target for whole in wholes], sources)
-        for whole, source, print_ in zip(wholes, sources, expected, strict=True):
-            lies = fingerprints.small_bytes(whole.target) if print_.startswith("x:") else None
-            if lies is not None:
-                _require_same(whole.name, print_, fingerprints.of_small(lies))
-            else:
-                self._check_live(whole.name, source, whole.target, print_)
+                filling.put(whole.name, source, whole.target, print_)
+        else:
+            names, targets = [whole.name for whole in wholes], [whole.target for whole in wholes]
+            filling.put_small(names, sources, targets, expected)
 
     def _tensors(self, data: memoryview, form: Form, count: int) -> list[torch.Tensor] | None:
         """`count` archives of a form, in a row, as tensors, without copying; None: each must be opened."""
@@ -381,16 +413,17 @@ class VerifyingReader(FileSystemReader):
         raw = torch.from_numpy(rows)[:, start:end]
         return list(raw.view(dtype).view(count, *sizes).unbind(0))
 
-    def _use(self, data: memoryview, items: list[ReadItem], planner: LoadPlanner, fingerprint: str) -> None:
+    def _use(
+        self, data: memoryview, parts: list[_Part], planner: LoadPlanner, fingerprint: str, filling: _Filling
+    ) -> None:
         tensor: torch.Tensor | None = None
-        for item in items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(data))
+        for item, target in parts:
+            if target is None:
+                filling.on_caller(functools.partial(planner.load_bytes, item, io.BytesIO(data)))
                 continue
             if tensor is None:
                 form = self._form(item, data.nbytes)
                 tensor = self._tensor(data, form) if form is not None else _loaded(data)
-            target = planner.resolve_tensor(item).detach()
             source = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             if target.size() != source.size():
                 raise CheckpointError(
@@ -398,28 +431,7 @@ class VerifyingReader(FileSystemReader):
                     f"wanted {tuple(target.size())}"
                 )
             expected = fingerprint if fingerprint and source.numel() == tensor.numel() else ""
-            self._put(item.storage_index.fqn, source, target, expected)
-            planner.commit_tensor(item, target)
-
-    def _put(self, name: str, source: torch.Tensor, target: torch.Tensor, expected: str) -> None:
-        """Copy one tensor, and check it where it then lies."""
-        if expected.startswith("x:") and _same_bytes(target, source):
-            _require_same(name, expected, _copy_and_look(target, source))
-        else:
-            target.copy_(source)
-            if target.dtype == source.dtype:
-                self._check_live(name, source, target, expected)
-
-    def _check_live(self, name: str, source: torch.Tensor, target: torch.Tensor, expected: str) -> None:
-        """Check that the live tensor is what it must be; on a device, later, for all tensors at once."""
-        if target.is_cpu:
-            expected = expected or fingerprints.of_live(plain(source), "x")
-            found = fingerprints.of_live(plain(target), fingerprints.kind_of(expected))
-            _require_same(name, expected, found)
-        else:
-            if not expected.startswith("m:"):
-                expected = fingerprints.of_live(plain(source), "m")
-            self._on_devices.append((name, target, expected))
+            filling.put(item.storage_index.fqn, source, target, expected)
 
     def _check_on_devices(self) -> None:
         waiting, self._on_devices = self._on_devices, []
@@ -490,6 +502,143 @@ def runs(places: Iterable[Place]) -> Iterator[list[Place]]:
         yield run
 
 
+class _Devices:
+    """The CUDA devices that tensors are wanted on, and the streams on which they are filled."""
+
+    def __init__(
+        self, wholes: Mapping[str, Mapping[Place, Whole]], parts: Mapping[str, Mapping[Place, list[_Part]]]
+    ) -> None:
+        self._places: set[tuple[str, int]] = set()
+        """(file, offset) of what goes to a device."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        for path, places in wholes.items():
+            for place, whole in places.items():
+                self._add(path, place, whole.target)
+        for path, found in parts.items():
+            for place, items in found.items():
+                for part in items:
+                    self._add(path, place, part.target)
+        self.any = bool(self._streams)
+
+    def _add(self, path: str, place: Place, target: torch.Tensor | None) -> None:
+        if target is None or target.device.type != "cuda":
+            return
+        self._places.add((path, place[0]))
+        if target.device not in self._streams:
+            # What the caller has queued (initial values, say) comes before what is copied now.
+            stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+            self._streams[target.device] = stream
+            stream.wait_stream(torch.cuda.current_stream(target.device))
+
+    def takes(self, piece: Piece) -> bool:
+        """Whether it goes to a device: then it is read into page-locked memory, wherever it lies."""
+        return any((piece.path, chunk.offset) in self._places for chunk in piece.chunks)
+
+    def lock_pages(self, memory: memoryview) -> Callable[[], object]:
+        # Memory that cannot be locked still works: copies from it are slower, and wait.
+        return pin(torch.frombuffer(memory, dtype=torch.uint8), threads=1).release
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        """Start copying to a device; returns what waits until `source` is no longer needed."""
+        stream = self._streams[target.device]
+        with torch.cuda.device(target.device), torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(stream)
+        return done.synchronize
+
+    def join(self) -> None:
+        """What the caller queues from now on comes after what was copied."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+
+class _Filling:
+    """Puts the tensors of one piece where they are wanted, and checks them there."""
+
+    def __init__(
+        self,
+        reader: PieceReader,
+        devices: _Devices,
+        times: LoadTimes,
+        later: list[tuple[str, torch.Tensor, str]],
+    ) -> None:
+        """`later`: tensors on devices, to be checked all together: (name, tensor, expected)."""
+        self.on_caller = reader.on_caller
+        self._devices = devices
+        self._times = times
+        self._later = later
+        self._waits: list[Callable[[], object]] = []
+        self._begun: list[torch.Tensor] = []
+        """What devices are being filled from."""
+
+    def until(self) -> Callable[[], object] | None:
+        """What waits until devices have read the piece's memory; None if none does."""
+        if not self._waits:
+            return None
+
+        def wait() -> None:
+            for one in self._waits:
+                one()
+            self._begun.clear()
+
+        return wait
+
+    def put(self, name: str, source: torch.Tensor, target: torch.Tensor, expected: str) -> None:
+        """Copy one tensor, and check it where it then lies."""
+        if target.device.type == "cuda":
+            started = time.perf_counter()
+            self._waits.append(self._devices.copy(target, source))
+            self._begun.append(source)
+            self._times.add(copy=time.perf_counter() - started)
+            self._check(name, source, target, expected)
+        elif _same_bytes(target, source):
+            copying, checking, found = _copy_and_look(target, source, expected)
+            self._times.add(copy=copying, check=checking)
+            _require_same(name, expected, found)
+        else:
+            # torch may use threads of its own for this, which belong to the caller's thread.
+            self.on_caller(functools.partial(self._put_with_torch, name, source, target, expected))
+
+    def put_small(
+        self, names: list[str], sources: list[torch.Tensor], targets: list[torch.Tensor], expected: list[str]
+    ) -> None:
+        """Several small tensors of one form, on one device."""
+        if targets[0].device.type == "cuda":
+            for name, source, target, print_ in zip(names, sources, targets, expected, strict=True):
+                self.put(name, source, target, print_)
+            return
+        started = time.perf_counter()
+        torch._foreach_copy_(targets, sources)
+        copied = time.perf_counter()
+        for name, source, target, print_ in zip(names, sources, targets, expected, strict=True):
+            lies = fingerprints.small_bytes(target) if print_.startswith("x:") else None
+            if lies is not None:
+                _require_same(name, print_, fingerprints.of_small(lies))
+            else:
+                self._check(name, source, target, print_)
+        self._times.add(copy=copied - started, check=time.perf_counter() - copied)
+
+    def _put_with_torch(self, name: str, source: torch.Tensor, target: torch.Tensor, expected: str) -> None:
+        started = time.perf_counter()
+        target.copy_(source)
+        self._times.add(copy=time.perf_counter() - started)
+        self._check(name, source, target, expected)
+
+    def _check(self, name: str, source: torch.Tensor, target: torch.Tensor, expected: str) -> None:
+        """Check that the live tensor is what it must be; on a device, later, for all tensors at once."""
+        if target.dtype != source.dtype:
+            return
+        if target.is_cpu:
+            expected = expected or fingerprints.of_live(plain(source), "x")
+            found = fingerprints.of_live(plain(target), fingerprints.kind_of(expected))
+            _require_same(name, expected, found)
+        else:
+            if not expected.startswith("m:"):
+                expected = fingerprints.of_live(plain(source), "m")
+            self._later.append((name, target, expected))
+
+
 def _loaded(data: memoryview) -> torch.Tensor:
     loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     assert isinstance(loaded, torch.Tensor)
@@ -511,38 +660,16 @@ def _frame_of(data: memoryview, form: Form) -> _Frame | None:
     return _Frame(whole[:start].copy(), end - start, whole[end:].copy())
 
 
-def _read(shard: ShardSource, path: str, view: memoryview, chunks: Sequence[Chunk]) -> tuple[int, str]:
-    """Read adjacent chunks; returns how many of them are right, and why the next must not be used."""
-    base = chunks[0].offset
-    until = base + view.nbytes
-    digest = xxhash.xxh3_128()
-    try:
-        for start in range(0, view.nbytes, shard.at_once):
-            piece = view[start : start + shard.at_once]
-            shard.read_into(piece, base + start, until=until)
-            if len(chunks) == 1:
-                digest.update(piece)
-    except CheckpointError as error:
-        return 0, str(error)
-    if len(chunks) == 1:
-        why = _unlike(path, chunks[0], digest.hexdigest())
-        return int(not why), why
-    for at, chunk in enumerate(chunks):
-        start = chunk.offset - base
-        found = xxhash.xxh3_128_hexdigest(view[start : start + chunk.length])
-        if found != chunk.digest:
-            return at, _unlike(path, chunk, found)
-    return len(chunks), ""
+def _part(item: ReadItem, planner: LoadPlanner | None) -> _Part:
+    assert planner is not None
+    if item.type == LoadItemType.BYTE_IO:
+        return _Part(item, None)
+    return _Part(item, planner.resolve_tensor(item).detach())
 
 
-def _unlike(path: str, chunk: Chunk, found: str) -> str:
-    """Why bytes with this digest are not the chunk's; empty if they are."""
-    if found == chunk.digest:
-        return ""
-    return (
-        f"altered {path}: bytes {chunk.offset} to {chunk.offset + chunk.length} have digest {found}, "
-        f"expected {chunk.digest}"
-    )
+def _most() -> int:
+    """Bytes of memory to read into: not more than a quarter of what this rank may still take."""
+    return max(LEAST, min(MOST, memory_left() // (4 * local_ranks())))
 
 
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -551,14 +678,29 @@ def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     return plainly and target.dtype == source.dtype and not target.is_neg() and not target.is_conj()
 
 
-def _copy_and_look(target: torch.Tensor, source: torch.Tensor) -> str:
-    """Copy, and fingerprint the target as it then is, piece by piece while it is in the cache."""
+def _copy_and_look(target: torch.Tensor, source: torch.Tensor, expected: str) -> tuple[float, float, str]:
+    """Copy, and look at the target as it then is, slice by slice while it is in the cache.
+
+    Returns the seconds of both, and the target's fingerprint, of the kind that is expected. Where none is,
+    the target is compared with the source itself: "" if they are alike.
+    """
     to, what = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (target, source))
-    hasher = fingerprints.Hasher("x")
+    hasher = fingerprints.Hasher(fingerprints.kind_of(expected)) if expected else None
+    copying = checking = 0.0
+    alike = True
     for start in range(0, what.nbytes, READ_SLICE):
-        to[start : start + READ_SLICE] = what[start : start + READ_SLICE]
-        hasher.update(to[start : start + READ_SLICE].data)
-    return hasher.done()
+        began = time.perf_counter()
+        there, here = to[start : start + READ_SLICE], what[start : start + READ_SLICE]
+        there[...] = here
+        copied = time.perf_counter()
+        if hasher is not None:
+            hasher.update(there.data)
+        else:
+            alike = alike and np.array_equal(there, here)
+        copying += copied - began
+        checking += time.perf_counter() - copied
+    found = hasher.done() if hasher is not None else "" if alike else "not what was read"
+    return copying, checking, found
 
 
 def _require_same(name: str, expected: str, found: str) -> None:

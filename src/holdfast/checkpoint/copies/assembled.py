@@ -13,6 +13,7 @@ import contextlib
 import logging
 import mmap
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,8 +115,8 @@ def make_map(hellos: Sequence[ServingRank]) -> PlaceMap:
 
 log = logging.getLogger("holdfast.checkpoint")
 
-FROM_PEER = 16 * 1024 * 1024
-"""Bytes that a peer is asked for at a time."""
+FROM_PEER = 1024 * 1024 * 1024
+"""Bytes read from a peer by one call: it asks for them piece by piece, and for the next one ahead."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ (Linux 5.14): one call maps many pages, where otherwise every few would take a fault."""
 
@@ -166,9 +167,11 @@ class AssembledShards:
             if record.checkpoint == checkpoint
             for file in record.files
         }
-        self._readers: dict[str, PeerReader] = {}
+        self._readers: dict[str, _Peer] = {}
         self._silent: set[str] = set()
         """Peers that did not answer."""
+        self._lock = threading.RLock()
+        """Several threads read at once."""
         self._given_up: set[tuple[str, str]] = set()
         """Sources that could not be used, each with the file for which it could not."""
 
@@ -183,9 +186,13 @@ class AssembledShards:
         return share(self._assembly, places, self._rank, saver=saver_of, saved_world=saved_world)
 
     def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
+        for peer in self._readers.values():
+            peer.reader.close()
         self._readers.clear()
+
+    def count(self, place: str, nbytes: int) -> None:
+        with self._lock:
+            self.used[self.kind(place)] += nbytes
 
     def order(self, path: str) -> list[str]:
         found = order(self._assembly, path, self._here, self._rank)
@@ -203,18 +210,20 @@ class AssembledShards:
             if descriptor is None:
                 raise _GoneCopyError(f"missing {entry.path}: this node's copy was given up meanwhile")
             return _OwnShard(descriptor, file, in_memory=self._in_memory)
-        return _PeerShard(self._reader(place), self.checkpoint, entry.path)
+        return _PeerShard(self._peer(place), self.checkpoint, entry.path)
 
     def kind(self, place: str) -> str:
         return {GLOBAL: "global", self._here: "own"}.get(place, "peer")
 
-    def _reader(self, place: str) -> PeerReader:
-        if place not in self._readers:
-            info = self._places.find(place)
-            if info is None or not info.port:
-                raise _NoAnswerError(f"missing: place {place} has no peer server")
-            self._readers[place] = PeerReader((info.host, info.port), self._control, timeout=self._timeout)
-        return self._readers[place]
+    def _peer(self, place: str) -> _Peer:
+        with self._lock:
+            if place not in self._readers:
+                info = self._places.find(place)
+                if info is None or not info.port:
+                    raise _NoAnswerError(f"missing: place {place} has no peer server")
+                reader = PeerReader((info.host, info.port), self._control, timeout=self._timeout)
+                self._readers[place] = _Peer(reader)
+            return self._readers[place]
 
     def give_up(
         self,
@@ -226,6 +235,12 @@ class AssembledShards:
     ) -> None:
         """A source could not be used, and why; `failure` is what reading raised, None if the bytes are wrong;
         `instead`: the next source, if there is one."""
+        with self._lock:
+            self._give_up(place, entry, why, failure, instead)
+
+    def _give_up(
+        self, place: str, entry: FileEntry, why: str, failure: type[CheckpointError] | None, instead: str
+    ) -> None:
         self._given_up.add((place, entry.path))
         gone = failure is not None and issubclass(failure, _GoneCopyError)
         if failure is None and instead:
@@ -265,7 +280,7 @@ class AssembledShards:
 
 
 class _AssembledShard:
-    """A shard with several sources, of which one is read at a time."""
+    """A shard with several sources, of which one is in use at a time."""
 
     def __init__(self, shards: AssembledShards, entry: FileEntry, stack: contextlib.ExitStack) -> None:
         self._shards = shards
@@ -273,48 +288,56 @@ class _AssembledShard:
         self._stack = stack
         self._left = shards.order(entry.path)
         self._current: ShardSource | None = None
-        self._failure: type[CheckpointError] | None = None
-        """What reading from the current source raised."""
+        self._failures: dict[int, type[CheckpointError]] = {}
+        """What reading raised, by the turn of the source."""
+        self._lock = threading.Lock()
+        self.turn = 0
+
+    @property
+    def concurrent(self) -> bool:
+        return self._shards.kind(next(iter(self._left), GLOBAL)) != "peer"
 
     @property
     def at_once(self) -> int:
-        far = bool(self._left) and self._shards.kind(self._left[0]) == "peer"
-        return FROM_PEER if far else READ_SLICE
+        return READ_SLICE if self.concurrent else FROM_PEER
 
     def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
+        turn = self.turn
         try:
-            self._opened().read_into(view, offset, until=until)
+            place, source = self._opened()
+            source.read_into(view, offset, until=until)
         except CheckpointError as error:
-            self._failure = type(error)
+            self._failures.setdefault(turn, type(error))
             raise
-        self._count(view.nbytes)
+        self._shards.count(place, view.nbytes)
 
     def in_place(self, offset: int, length: int) -> memoryview | None:
         try:
-            view = self._opened().in_place(offset, length)
+            place, source = self._opened()
+            view = source.in_place(offset, length)
         except CheckpointError:
             return None  # reading it will say the same
         if view is not None:
-            self._count(length)
+            self._shards.count(place, length)
         return view
 
-    def _opened(self) -> ShardSource:
-        if not self._left:
-            raise CheckpointError(f"missing {self._entry.path}: no copy of it is left")
-        if self._current is None:
-            self._current = self._shards.source(self._left[0], self._entry, self._stack)
-        return self._current
+    def _opened(self) -> tuple[str, ShardSource]:
+        with self._lock:
+            if not self._left:
+                raise CheckpointError(f"missing {self._entry.path}: no copy of it is left")
+            if self._current is None:
+                self._current = self._shards.source(self._left[0], self._entry, self._stack)
+            return self._left[0], self._current
 
-    def _count(self, nbytes: int) -> None:
-        self._shards.used[self._shards.kind(self._left[0])] += nbytes
-
-    def another(self, why: str) -> bool:
-        if not self._left:
-            return False
-        place, instead = self._left.pop(0), next(iter(self._left), "")
-        self._shards.give_up(place, self._entry, why, self._failure, instead)
-        self._current = self._failure = None
-        return bool(self._left)
+    def another(self, why: str, turn: int | None = None) -> bool:
+        with self._lock:
+            if turn in (None, self.turn) and self._left:
+                place, instead = self._left.pop(0), next(iter(self._left), "")
+                failure = self._failures.get(self.turn)
+                self._shards.give_up(place, self._entry, why, failure, instead)
+                self._current = None
+                self.turn += 1
+            return bool(self._left)
 
 
 class _OwnShard:
@@ -325,6 +348,8 @@ class _OwnShard:
     """
 
     at_once = READ_SLICE
+    turn = 0
+    concurrent = True
 
     def __init__(self, descriptor: int, file: CopyFile, *, in_memory: bool) -> None:
         self._descriptor = descriptor
@@ -351,16 +376,28 @@ class _OwnShard:
             self._map.madvise(_POPULATE_READ, start, self._skipped + offset + length - start)
         return self._whole[offset : offset + length]
 
-    def another(self, why: str) -> bool:
-        del why
+    def another(self, why: str, turn: int | None = None) -> bool:
+        del why, turn
         return False
+
+
+class _Peer:
+    """The connection to one peer, for one thread at a time."""
+
+    def __init__(self, reader: PeerReader) -> None:
+        self.reader = reader
+        self.lock = threading.Lock()
+        self.silent = ""
+        """Why it is asked for nothing more."""
 
 
 class _PeerShard:
     at_once = FROM_PEER
+    turn = 0
+    concurrent = False
 
-    def __init__(self, reader: PeerReader, checkpoint: str, path: str) -> None:
-        self._reader = reader
+    def __init__(self, peer: _Peer, checkpoint: str, path: str) -> None:
+        self._peer = peer
         self._checkpoint = checkpoint
         self._path = path
 
@@ -369,15 +406,19 @@ class _PeerShard:
         return None
 
     def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
-        try:
-            self._reader.read_into(
-                view, checkpoint=self._checkpoint, path=self._path, offset=offset, until=until
-            )
-        except GoneError as error:
-            raise _GoneCopyError(f"missing {self._path}: {error}") from error
-        except PeerError as error:  # `missing`, because it says nothing about any storage
-            raise _NoAnswerError(f"missing {self._path}: {error}") from error
+        with self._peer.lock:
+            if self._peer.silent:  # found by another thread, while this one waited for its turn
+                raise _NoAnswerError(f"missing {self._path}: {self._peer.silent}")
+            try:
+                self._peer.reader.read_into(
+                    view, checkpoint=self._checkpoint, path=self._path, offset=offset, until=until
+                )
+            except GoneError as error:
+                raise _GoneCopyError(f"missing {self._path}: {error}") from error
+            except PeerError as error:  # `missing`, because it says nothing about any storage
+                self._peer.silent = str(error)
+                raise _NoAnswerError(f"missing {self._path}: {error}") from error
 
-    def another(self, why: str) -> bool:
-        del why
+    def another(self, why: str, turn: int | None = None) -> bool:
+        del why, turn
         return False

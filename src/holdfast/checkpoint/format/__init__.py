@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         digest_bytes,
         is_safe_path,
         is_url,
+        memory_left,
         parse_name,
         read,
         saver_of,

@@ -292,7 +292,15 @@ READ_SLICE = 256 * 1024
 
 
 class ShardSource(Protocol):
-    """An open shard."""
+    """An open shard. Several threads may use it at once."""
+
+    @property
+    def turn(self) -> int:
+        """Which of its sources is in use: a number that rises with each one that is given up."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several reads at once are faster than one after another."""
 
     @property
     def at_once(self) -> int:
@@ -307,8 +315,11 @@ class ShardSource(Protocol):
     def in_place(self, offset: int, length: int) -> memoryview | None:
         """The bytes where they lie, if they can be used there and stay unchanged; None: read them."""
 
-    def another(self, why: str) -> bool:
-        """What was read cannot be used, and why. Whether there is another source, to be read from now on."""
+    def another(self, why: str, turn: int | None = None) -> bool:
+        """What was read cannot be used, and why. Whether there is another source, to be read from now on.
+
+        `turn`: as it was before reading. If that source was given up meanwhile, nothing more is done.
+        """
 
 
 OpenShard = Callable[[FileEntry], AbstractContextManager[ShardSource]]
@@ -318,6 +329,8 @@ class ShardFile:
     """A shard in a directory: a regular file of exactly the listed size, never reached through a link."""
 
     at_once = READ_SLICE
+    turn = 0
+    concurrent = True
 
     def __init__(self, directory: Path, entry: FileEntry) -> None:
         self._path = entry.path
@@ -347,8 +360,8 @@ class ShardFile:
         del offset, length
         return None
 
-    def another(self, why: str) -> bool:
-        del why
+    def another(self, why: str, turn: int | None = None) -> bool:
+        del why, turn
         return False
 
 

@@ -173,15 +173,21 @@ def lacks_room(size: int, times: int) -> str:
     """Why something of this size cannot be read here, if that takes `times` its memory; empty if it can."""
     if size <= ALWAYS_ROOM:
         return ""
+    available = memory_left()
+    if size * times <= available:
+        return ""
+    return f"it has {size} bytes; reading it takes up to {size * times} of memory, {available} are available"
+
+
+def memory_left() -> int:
+    """Bytes that this process may still take: of the machine's, and of its control group's."""
     from holdfast.health import cgroup_memory
     from holdfast.process import proc
 
     available = proc.memory_available()
     if (limit := cgroup_memory()) is not None:
         available = min(available, max(0, limit.limit - limit.used))
-    if size * times <= available:
-        return ""
-    return f"it has {size} bytes; reading it takes up to {size * times} of memory, {available} are available"
+    return available
 
 
 T = TypeVar("T")
