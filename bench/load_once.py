@@ -2,7 +2,8 @@
 
     python bench/load_once.py holdfast|dcp DIRECTORY SIZE_MIB
 
-Imports, the model and its memory are there before the clock starts, for both alike.
+Imports, the model and its memory are there before the clock starts, for both alike. It says `ready` then, and
+waits for a line, so that several can begin together.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from holdfast.checkpoint.state.tracked import Tracked
 def main(how: str, directory: Path, size_mib: int) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     model = Weights(size_mib, filled=False)
+    print("ready", flush=True)
+    sys.stdin.readline()
     if how == "holdfast":
         tracked = Tracked()
         tracked.add("model", model)

@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import checks
@@ -92,6 +93,15 @@ def save(work: Path, size_mib: int, repeat: int) -> Samples:
 
 def load(work: Path, size_mib: int, repeat: int) -> Samples:
     """Seconds of a verified load, and of `dcp.load` of the very same directory, in fresh processes."""
+    return _loads(work, size_mib, repeat, ranks=1)
+
+
+def load_ranks(work: Path, size_mib: int, repeat: int) -> Samples:
+    """The same by two ranks at once, as many bytes each: the slower one's time."""
+    return _loads(work, size_mib, repeat, ranks=2)
+
+
+def _loads(work: Path, size_mib: int, repeat: int, *, ranks: int) -> Samples:
     directory = work / "load"
     with _run(directory, Weights(size_mib, filled=True)) as run:
         run.start()
@@ -102,22 +112,32 @@ def load(work: Path, size_mib: int, repeat: int) -> Samples:
     def child(how: str) -> Callable[[], float]:
         def measured() -> float:
             script = Path(__file__).with_name("load_once.py")
-            told = subprocess.run(
-                [sys.executable, str(script), how, str(checkpoint), str(size_mib)],
-                stdout=subprocess.PIPE,
-                check=True,
-                timeout=CHILD_DEADLINE,
-            )
-            answer = json.loads(told.stdout)
-            seen.add(answer["checksum"])
+            argv = [sys.executable, str(script), how, str(checkpoint), str(size_mib)]
+            environ = {**os.environ, "LOCAL_WORLD_SIZE": str(ranks)}
+            pipe = subprocess.PIPE
+            children = [
+                subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environ) for _ in range(ranks)
+            ]
+            try:
+                for one in children:
+                    assert one.stdout is not None
+                    one.stdout.readline()
+                told = [pool.submit(one.communicate, "go\n", timeout=CHILD_DEADLINE) for one in children]
+                answers = [json.loads(one.result()[0]) for one in told]
+            finally:
+                for one in children:
+                    one.kill()
+                    one.wait()
+            seen.update(answer["checksum"] for answer in answers)
             if len(seen) != 1:
-                raise RuntimeError(f"the two loads of {checkpoint} gave different values")
-            return float(answer["seconds"])
+                raise RuntimeError(f"the loads of {checkpoint} gave different values")
+            return max(float(answer["seconds"]) for answer in answers)
 
         return measured
 
     try:
-        return alternate(repeat, child("holdfast"), child("dcp"))
+        with ThreadPoolExecutor(ranks) as pool:
+            return alternate(repeat, child("holdfast"), child("dcp"))
     finally:
         shutil.rmtree(directory)
 

@@ -60,6 +60,14 @@ BENCHMARKS = {
     "load": Benchmark(
         "verified load, fresh process", measures.load, "torch.distributed.checkpoint.load", "s", 1.15, "ratio"
     ),
+    "load-ranks": Benchmark(
+        "the same by two ranks at once, as much each",
+        measures.load_ranks,
+        "torch.distributed.checkpoint.load",
+        "s",
+        0.5,
+        "ratio",
+    ),
     "async-blocked": Benchmark(
         "asynchronous save, 2 ranks: training held up",
         measures.blocked,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from kit.acting import Place, clean_place
 from kit.control import book, control, fence
@@ -37,7 +37,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 # A red test must mean that the change under test broke something, so `make test` tries the same examples
 # every time, however busy the machine is; `make drill` searches for new ones (a find becomes an @example of
 # its test).
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("search", max_examples=500, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from holdfast.checkpoint.choose import load, pieces
+from holdfast.checkpoint.choose import extents, load
 from holdfast.checkpoint.choose import verifying_reader as reading
+from holdfast.checkpoint.choose.extents import Buffers
 from holdfast.checkpoint.choose.load import _load_tensors
-from holdfast.checkpoint.choose.pieces import Buffers
 from holdfast.checkpoint.choose.verifying_reader import IN_PLACE, VerifyingReader
 from holdfast.checkpoint.commit import write_metadata
 from holdfast.checkpoint.format import manifest as manifests
@@ -189,8 +189,8 @@ def test_memory_for_reading_is_bounded_but_for_a_larger_item_alone(
 
     monkeypatch.setattr(Buffers, "take", taken)
     monkeypatch.setattr(Buffers, "give_back", given_back)
-    monkeypatch.setattr(pieces, "ALONE", 0)
-    monkeypatch.setattr(pieces, "STRETCH", 1)
+    monkeypatch.setattr(extents, "ALONE", 0)
+    monkeypatch.setattr(extents, "STRETCH", 1)
     monkeypatch.setattr(reading, "LEAST", 250_000)
     monkeypatch.setattr(reading, "MOST", 250_000)
     reader = VerifyingReader(tmp_path / "saved", seal(tmp_path / "saved"), threads=4)

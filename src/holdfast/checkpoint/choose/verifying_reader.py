@@ -7,12 +7,12 @@ digested and used there, under the lease that keeps it unchanged. Then each tens
 up: its fingerprint there must be the one taken when it was saved (or, for a tensor that is put together from
 parts, that of each part as it was read).
 
-Several threads do all of this at once (pieces.py), each with another piece of the files. Small items that lie
-side by side are one piece, and each is digested by itself. What goes to a device is read into page-locked
-memory and copied from there on a stream of its own, while the next pieces are read; all that lies on a device
-is checked in one go at the end. A tensor that is stored whole goes straight to where it is wanted (`expect`);
-DCP plans only what is put together from parts. An archive is opened once for all those that differ from it
-only in the tensor's own bytes.
+Several threads do all of this at once (extents.py), each with another extent of the files. Small items that
+lie side by side are one extent, and each is digested by itself. What goes to a device is read into page-
+locked memory and copied from there on a stream of its own, while the next extents are read; all that lies
+on a device is checked in one go at the end. A tensor that is stored whole goes straight to where it is
+wanted (`expect`); DCP plans only what is put together from parts. An archive is opened once for all those
+that differ from it only in the tensor's own bytes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
 from holdfast.base import compute_local_shape_and_global_offset, narrow_tensor_by_index, read_regular
-from holdfast.checkpoint.choose.pieces import (
+from holdfast.checkpoint.choose.extents import (
     MOST,
     Buffers,
-    LoadTimes,
-    Piece,
-    PieceReader,
+    Extent,
+    ExtentReader,
+    LoadClock,
     local_ranks,
     threads_for_loading,
 )
@@ -92,7 +92,7 @@ class Whole(NamedTuple):
     target: torch.Tensor
 
 
-class _Part(NamedTuple):
+class _Planned(NamedTuple):
     """A part of a tensor that DCP has planned."""
 
     item: ReadItem
@@ -161,7 +161,7 @@ class VerifyingReader(FileSystemReader):
         """Expected, and not read yet; by file."""
         self._frames: dict[Form, _Frame | None] = {}
         self._threads = threads or threads_for_loading()
-        self.times = LoadTimes()
+        self.times = LoadClock()
         """Where the time went, over all that was read so far."""
         self._on_devices: list[tuple[str, torch.Tensor, str]] = []
         """Loaded tensors whose fingerprint is still to be checked: (name, tensor, expected)."""
@@ -282,20 +282,20 @@ class VerifyingReader(FileSystemReader):
         }
         devices = _Devices(wholes, planned)
         buffers = Buffers(_most(), devices.lock_pages if devices.any else None)
-        reader = self._piece_reader(buffers, in_place=lambda piece: not devices.takes(piece))
+        reader = self._extent_reader(buffers, in_place=lambda extent: not devices.takes(extent))
 
-        def use(piece: Piece, data: memoryview, times: LoadTimes) -> Callable[[], object] | None:
-            whole, part = wholes.get(piece.path, {}), planned.get(piece.path, {})
+        def use(extent: Extent, data: memoryview, times: LoadClock) -> Callable[[], object] | None:
+            whole, part = wholes.get(extent.path, {}), planned.get(extent.path, {})
             filling = _Filling(reader, devices, times, self._on_devices)
-            places = [(chunk.offset, chunk.length) for chunk in piece.chunks]
-            self._fill(piece, data, [whole[place] for place in places if place in whole], filling)
-            for chunk, place in zip(piece.chunks, places, strict=True):
+            places = [(chunk.offset, chunk.length) for chunk in extent.chunks]
+            self._fill(extent, data, [whole[place] for place in places if place in whole], filling)
+            for chunk, place in zip(extent.chunks, places, strict=True):
                 if place in part:
                     assert planner is not None
-                    start = chunk.offset - piece.offset
+                    start = chunk.offset - extent.offset
                     item = data[start : start + chunk.length]
                     self._use(item, part[place], planner, chunk.fingerprint, filling)
-            self._was_read(piece)
+            self._was_read(extent)
             return filling.until()
 
         paths = dict.fromkeys([*wholes, *planned])
@@ -320,36 +320,38 @@ class VerifyingReader(FileSystemReader):
                     [(c.offset, c.length) for c in self._chunks[path].values() if c.offset not in done],
                 )
 
-        def use(piece: Piece, data: memoryview, times: LoadTimes) -> None:
+        def use(extent: Extent, data: memoryview, times: LoadClock) -> None:
             del data, times
-            self._was_read(piece)
+            self._was_read(extent)
 
         buffers = Buffers(_most())
         try:
-            self._piece_reader(buffers).read(self._pieces(left()), use)
+            self._extent_reader(buffers).read(self._pieces(left()), use)
         finally:
             buffers.close()
 
     def shard_paths(self) -> list[str]:
         return sorted(path for path in self._files if path != METADATA)
 
-    def _piece_reader(
-        self, buffers: Buffers, in_place: Callable[[Piece], bool] = lambda _: True
-    ) -> PieceReader:
-        return PieceReader(
+    def _extent_reader(
+        self, buffers: Buffers, in_place: Callable[[Extent], bool] = lambda _: True
+    ) -> ExtentReader:
+        return ExtentReader(
             self._open,
             buffers,
             threads=self._threads,
-            in_place=lambda piece: len(piece.chunks) == 1 and piece.length >= IN_PLACE and in_place(piece),
+            in_place=lambda extent: (
+                len(extent.chunks) == 1 and extent.length >= IN_PLACE and in_place(extent)
+            ),
             times=self.times,
         )
 
-    def _was_read(self, piece: Piece) -> None:
-        self._read.setdefault(piece.path, set()).update([chunk.offset for chunk in piece.chunks])
+    def _was_read(self, extent: Extent) -> None:
+        self._read.setdefault(extent.path, set()).update([chunk.offset for chunk in extent.chunks])
 
     def _pieces(
         self, files: Iterable[tuple[str, Sequence[Place]]]
-    ) -> Iterator[tuple[FileEntry, list[Piece]]]:
+    ) -> Iterator[tuple[FileEntry, list[Extent]]]:
         """What is to be read of files, as the manifest has it. Places are in the order of the file."""
         for path, places in files:
             if path not in self._files:
@@ -365,11 +367,11 @@ class VerifyingReader(FileSystemReader):
                         f"stale-metadata {path}: .metadata places an item at {offset}+{length}; "
                         "the manifest does not"
                     )
-            yield self._files[path], [Piece(path, [chunks[place] for place in run]) for run in runs(places)]
+            yield self._files[path], [Extent(path, [chunks[place] for place in run]) for run in runs(places)]
 
-    def _fill(self, piece: Piece, data: memoryview, wholes: Sequence[Whole], filling: _Filling) -> None:
+    def _fill(self, extent: Extent, data: memoryview, wholes: Sequence[Whole], filling: _Filling) -> None:
         """Put verified items where they are wanted."""
-        prints = {chunk.offset: chunk.fingerprint for chunk in piece.chunks}
+        prints = {chunk.offset: chunk.fingerprint for chunk in extent.chunks}
         if len(wholes) == 1 and wholes[0].place[1] >= IN_PLACE:
             (whole,) = wholes
             filling.put(whole.name, self._tensor(data, whole.form), whole.target, prints[whole.place[0]])
@@ -378,7 +380,7 @@ class VerifyingReader(FileSystemReader):
         key = lambda pair: (pair[1].form, pair[1].place[0] - pair[0] * pair[1].place[1])  # noqa: E731
         for _, found in itertools.groupby(enumerate(wholes), key=key):
             alike = [whole for _, whole in found]
-            start, length = alike[0].place[0] - piece.offset, alike[0].place[1]
+            start, length = alike[0].place[0] - extent.offset, alike[0].place[1]
             expected = [prints[whole.place[0]] for whole in alike]
             self._fill_alike(data[start : start + len(alike) * length], alike, expected, filling)
 
@@ -414,7 +416,12 @@ class VerifyingReader(FileSystemReader):
         return list(raw.view(dtype).view(count, *sizes).unbind(0))
 
     def _use(
-        self, data: memoryview, parts: list[_Part], planner: LoadPlanner, fingerprint: str, filling: _Filling
+        self,
+        data: memoryview,
+        parts: list[_Planned],
+        planner: LoadPlanner,
+        fingerprint: str,
+        filling: _Filling,
     ) -> None:
         tensor: torch.Tensor | None = None
         for item, target in parts:
@@ -506,7 +513,7 @@ class _Devices:
     """The CUDA devices that tensors are wanted on, and the streams on which they are filled."""
 
     def __init__(
-        self, wholes: Mapping[str, Mapping[Place, Whole]], parts: Mapping[str, Mapping[Place, list[_Part]]]
+        self, wholes: Mapping[str, Mapping[Place, Whole]], parts: Mapping[str, Mapping[Place, list[_Planned]]]
     ) -> None:
         self._places: set[tuple[str, int]] = set()
         """(file, offset) of what goes to a device."""
@@ -530,9 +537,9 @@ class _Devices:
             self._streams[target.device] = stream
             stream.wait_stream(torch.cuda.current_stream(target.device))
 
-    def takes(self, piece: Piece) -> bool:
+    def takes(self, extent: Extent) -> bool:
         """Whether it goes to a device: then it is read into page-locked memory, wherever it lies."""
-        return any((piece.path, chunk.offset) in self._places for chunk in piece.chunks)
+        return any((extent.path, chunk.offset) in self._places for chunk in extent.chunks)
 
     def lock_pages(self, memory: memoryview) -> Callable[[], object]:
         # Memory that cannot be locked still works: copies from it are slower, and wait.
@@ -554,13 +561,13 @@ class _Devices:
 
 
 class _Filling:
-    """Puts the tensors of one piece where they are wanted, and checks them there."""
+    """Puts the tensors of one extent where they are wanted, and checks them there."""
 
     def __init__(
         self,
-        reader: PieceReader,
+        reader: ExtentReader,
         devices: _Devices,
-        times: LoadTimes,
+        times: LoadClock,
         later: list[tuple[str, torch.Tensor, str]],
     ) -> None:
         """`later`: tensors on devices, to be checked all together: (name, tensor, expected)."""
@@ -573,7 +580,7 @@ class _Filling:
         """What devices are being filled from."""
 
     def until(self) -> Callable[[], object] | None:
-        """What waits until devices have read the piece's memory; None if none does."""
+        """What waits until devices have read the extent's memory; None if none does."""
         if not self._waits:
             return None
 
@@ -660,11 +667,11 @@ def _frame_of(data: memoryview, form: Form) -> _Frame | None:
     return _Frame(whole[:start].copy(), end - start, whole[end:].copy())
 
 
-def _part(item: ReadItem, planner: LoadPlanner | None) -> _Part:
+def _part(item: ReadItem, planner: LoadPlanner | None) -> _Planned:
     assert planner is not None
     if item.type == LoadItemType.BYTE_IO:
-        return _Part(item, None)
-    return _Part(item, planner.resolve_tensor(item).detach())
+        return _Planned(item, None)
+    return _Planned(item, planner.resolve_tensor(item).detach())
 
 
 def _most() -> int:

@@ -167,7 +167,7 @@ class AssembledShards:
             if record.checkpoint == checkpoint
             for file in record.files
         }
-        self._readers: dict[str, _Peer] = {}
+        self._readers: dict[str, _PeerLine] = {}
         self._silent: set[str] = set()
         """Peers that did not answer."""
         self._lock = threading.RLock()
@@ -215,14 +215,14 @@ class AssembledShards:
     def kind(self, place: str) -> str:
         return {GLOBAL: "global", self._here: "own"}.get(place, "peer")
 
-    def _peer(self, place: str) -> _Peer:
+    def _peer(self, place: str) -> _PeerLine:
         with self._lock:
             if place not in self._readers:
                 info = self._places.find(place)
                 if info is None or not info.port:
                     raise _NoAnswerError(f"missing: place {place} has no peer server")
                 reader = PeerReader((info.host, info.port), self._control, timeout=self._timeout)
-                self._readers[place] = _Peer(reader)
+                self._readers[place] = _PeerLine(reader)
             return self._readers[place]
 
     def give_up(
@@ -381,7 +381,7 @@ class _OwnShard:
         return False
 
 
-class _Peer:
+class _PeerLine:
     """The connection to one peer, for one thread at a time."""
 
     def __init__(self, reader: PeerReader) -> None:
@@ -396,7 +396,7 @@ class _PeerShard:
     turn = 0
     concurrent = False
 
-    def __init__(self, peer: _Peer, checkpoint: str, path: str) -> None:
+    def __init__(self, peer: _PeerLine, checkpoint: str, path: str) -> None:
         self._peer = peer
         self._checkpoint = checkpoint
         self._path = path

@@ -1,4 +1,4 @@
-"""Pieces are read by several threads, verified, in bounded memory; whatever happens, none of them is left."""
+"""Extents are read by several threads, verified, in bounded memory, and no thread is left behind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from holdfast.checkpoint.choose import pieces
-from holdfast.checkpoint.choose.pieces import Buffers, LoadTimes, Piece, PieceReader, threads_for_loading
+from holdfast.checkpoint.choose import extents
+from holdfast.checkpoint.choose.extents import Buffers, Extent, ExtentReader, LoadClock, threads_for_loading
 from holdfast.checkpoint.format import Chunk, FileEntry, ShardFile
 from holdfast.errors import CheckpointError
 
@@ -24,13 +24,13 @@ LIMIT = 20.0
 
 
 class Files:
-    """A few files of equal items, and the pieces that they are read in."""
+    """A few files of equal items, and the extents that they are read in."""
 
     def __init__(self, directory: Path, *, files: int = 4, size: int = SIZE) -> None:
         self.directory = directory
         self.contents = {f"{n}.bin": os.urandom(size * COUNT // files) for n in range(files)}
         self.size = size
-        self.entries: list[tuple[FileEntry, list[Piece]]] = []
+        self.entries: list[tuple[FileEntry, list[Extent]]] = []
         for path, data in self.contents.items():
             (directory / path).write_bytes(data)
             chunks = [
@@ -38,16 +38,16 @@ class Files:
                 for at in range(0, len(data), size)
             ]
             entry = FileEntry(path=path, size=len(data), digest="0" * 32, chunks=chunks)
-            self.entries.append((entry, [Piece(path, [chunk]) for chunk in chunks]))
+            self.entries.append((entry, [Extent(path, [chunk]) for chunk in chunks]))
         self.used: dict[tuple[str, int], bytes] = {}
-        self.times = LoadTimes()
+        self.times = LoadClock()
 
-    def use(self, piece: Piece, data: memoryview, times: LoadTimes) -> None:
-        self.used[piece.path, piece.offset] = bytes(data)
+    def use(self, extent: Extent, data: memoryview, times: LoadClock) -> None:
+        self.used[extent.path, extent.offset] = bytes(data)
 
-    def reader(self, open_shard: Any = None, *, threads: int = 4, most: int = 1 << 20) -> PieceReader:
+    def reader(self, open_shard: Any = None, *, threads: int = 4, most: int = 1 << 20) -> ExtentReader:
         opens = open_shard or (lambda entry: ShardFile(self.directory, entry))
-        return PieceReader(opens, Buffers(most), threads=threads, in_place=lambda _: False, times=self.times)
+        return ExtentReader(opens, Buffers(most), threads=threads, in_place=lambda _: False, times=self.times)
 
     def wanted(self) -> dict[tuple[str, int], bytes]:
         return {
@@ -65,8 +65,8 @@ class Files:
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little data is read by one thread; here it is read by several."""
-    monkeypatch.setattr(pieces, "ALONE", 0)
-    monkeypatch.setattr(pieces, "STRETCH", SIZE)
+    monkeypatch.setattr(extents, "ALONE", 0)
+    monkeypatch.setattr(extents, "STRETCH", SIZE)
 
 
 @pytest.fixture(autouse=True)
@@ -78,17 +78,17 @@ def nobody_left() -> Iterator[None]:
             assert not thread.is_alive()
 
 
-def test_every_piece_is_used_once_whoever_reads_it(tmp_path: Path, several: None) -> None:
+def test_every_extent_is_used_once_whoever_reads_it(tmp_path: Path, several: None) -> None:
     files = Files(tmp_path)
     readers: set[str] = set()
     together = threading.Barrier(3)
 
-    def use(piece: Piece, data: memoryview, times: LoadTimes) -> None:
-        assert (piece.path, piece.offset) not in files.used
+    def use(extent: Extent, data: memoryview, times: LoadClock) -> None:
+        assert (extent.path, extent.offset) not in files.used
         if len(readers) < 3 and threading.current_thread().name not in readers:
             readers.add(threading.current_thread().name)
             together.wait(LIMIT)  # comes through only if three are at it at once
-        files.use(piece, data, times)
+        files.use(extent, data, times)
 
     files.reader(threads=3).read(files.entries, use)
     assert files.used == files.wanted()
@@ -100,12 +100,12 @@ def test_every_piece_is_used_once_whoever_reads_it(tmp_path: Path, several: None
 def test_little_is_read_by_the_callers_own_thread(tmp_path: Path) -> None:
     files = Files(tmp_path)
     readers: set[int] = set()
-    files.reader().read(files.entries, lambda piece, data, times: readers.add(threading.get_ident()))
+    files.reader().read(files.entries, lambda extent, data, times: readers.add(threading.get_ident()))
     assert readers == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("position", range(0, COUNT, 7))
-def test_a_bad_piece_at_any_position_is_named_and_never_used(
+def test_a_bad_extent_at_any_position_is_named_and_never_used(
     tmp_path: Path, several: None, position: int
 ) -> None:
     files = Files(tmp_path)
@@ -118,10 +118,10 @@ def test_a_bad_piece_at_any_position_is_named_and_never_used(
     assert all(wanted[place] == data for place, data in files.used.items())
 
 
-def test_what_using_a_piece_raises_reaches_the_caller(tmp_path: Path, several: None) -> None:
+def test_what_using_an_extent_raises_reaches_the_caller(tmp_path: Path, several: None) -> None:
     files = Files(tmp_path)
 
-    def use(piece: Piece, data: memoryview, times: LoadTimes) -> None:
+    def use(extent: Extent, data: memoryview, times: LoadClock) -> None:
         raise ValueError("not this one")
 
     with pytest.raises(ValueError, match="not this one"):
@@ -133,10 +133,10 @@ def test_what_only_the_callers_thread_may_do_is_done_there(tmp_path: Path, sever
     reader = files.reader()
     done: list[int] = []
 
-    def use(piece: Piece, data: memoryview, times: LoadTimes) -> None:
-        assert reader.on_caller(lambda: done.append(threading.get_ident()) or piece.offset) == piece.offset
+    def use(extent: Extent, data: memoryview, times: LoadClock) -> None:
+        assert reader.on_caller(lambda: done.append(threading.get_ident()) or extent.offset) == extent.offset
         with pytest.raises(KeyError):
-            reader.on_caller(lambda: {}[piece.offset])
+            reader.on_caller(lambda: {}[extent.offset])
 
     reader.read(files.entries, use)
     assert done == [threading.get_ident()] * COUNT
@@ -153,12 +153,12 @@ def test_a_signal_ends_it_and_nothing_is_used_afterwards(tmp_path: Path, several
     def handler(number: int, frame: Any) -> None:
         raise InterruptedLoadError
 
-    def use(piece: Piece, data: memoryview, times: LoadTimes) -> None:
+    def use(extent: Extent, data: memoryview, times: LoadClock) -> None:
         if not begun.is_set():
             begun.set()
             os.kill(os.getpid(), signal.SIGUSR1)
         assert reader._stopped.wait(LIMIT), "the caller has not begun to leave"
-        files.use(piece, data, times)
+        files.use(extent, data, times)
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -187,7 +187,7 @@ def test_without_more_threads_the_callers_own_reads(
     assert files.used == files.wanted()
 
 
-def test_files_are_closed_when_their_last_piece_is_read(tmp_path: Path, several: None) -> None:
+def test_files_are_closed_when_their_last_extent_is_read(tmp_path: Path, several: None) -> None:
     files = Files(tmp_path, files=20)
     open_now: list[int] = []
     most: list[int] = []
@@ -256,16 +256,18 @@ def test_a_source_is_given_up_once_however_many_threads_find_it_bad(tmp_path: Pa
     assert len(given_up) == 1
 
 
-# --- large pieces -------------------------------------------------------------------------------------------
+# --- large extents ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "SHARED_FROM", SIZE)
-    monkeypatch.setattr(pieces, "SHARE", 700)
+    monkeypatch.setattr(extents, "SHARED_FROM", SIZE)
+    monkeypatch.setattr(extents, "SHARE", 700)
 
 
-def test_a_large_piece_is_read_by_several_threads_and_digested_in_order(tmp_path: Path, shared: None) -> None:
+def test_a_large_extent_is_read_by_several_threads_and_digested_in_order(
+    tmp_path: Path, shared: None
+) -> None:
     files = Files(tmp_path, files=1)
     readers: set[str] = set()
 
@@ -279,7 +281,7 @@ def test_a_large_piece_is_read_by_several_threads_and_digested_in_order(tmp_path
     assert all(name.startswith("holdfast-load-share") for name in readers)
 
 
-def test_a_large_piece_with_a_flipped_byte_is_not_used(tmp_path: Path, shared: None) -> None:
+def test_a_large_extent_with_a_flipped_byte_is_not_used(tmp_path: Path, shared: None) -> None:
     files = Files(tmp_path, files=1)
     files.flip("0.bin", 2 * SIZE + 1500)
     with pytest.raises(CheckpointError, match=f"altered 0.bin: bytes {2 * SIZE} to {3 * SIZE}"):
@@ -287,7 +289,9 @@ def test_a_large_piece_with_a_flipped_byte_is_not_used(tmp_path: Path, shared: N
     assert ("0.bin", 2 * SIZE) not in files.used
 
 
-def test_a_large_piece_whose_source_fails_amid_it_is_read_from_the_next(tmp_path: Path, shared: None) -> None:
+def test_a_large_extent_whose_source_fails_amid_it_is_read_from_the_next(
+    tmp_path: Path, shared: None
+) -> None:
     files = Files(tmp_path, files=1)
     given_up: list[str] = []
     reader = files.reader(lambda entry: TwoSources(tmp_path, entry, 3 * SIZE + 900, given_up))

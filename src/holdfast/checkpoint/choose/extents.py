@@ -1,14 +1,14 @@
 """Pieces of a checkpoint's files, read and verified by several threads, in memory that is bounded.
 
-Guarantee: whoever uses a piece is given it in the very memory in which it has matched its digests, and that
+Guarantee: whoever uses an extent is given it in the very memory in which it has matched its digests, and that
 memory keeps its contents until they are done with it. When `read` returns or raises, no thread of it is left,
 and nothing that it gave out is still in use.
 
-A thread takes a piece through all that has to be done with it: it reads, digests and uses it, so threads
+A thread takes an extent through all that has to be done with it: it reads, digests and uses it, so threads
 share nothing but the list of what is left to do. Reading, digesting and copying let go of the interpreter.
-Memory is taken from a few buffers, which are used again and again: `most` bytes together, or one larger piece
-alone. A large piece, which one digest covers, is read by several threads while another digests what has
-arrived.
+Memory is taken from a few buffers, which are used again and again: `most` bytes together, or one larger
+extent alone. A large extent, which one digest covers, is read by several threads while another digests what
+has arrived.
 
 What only the caller's thread may do (calling into torch where that starts threads of its own, or into DCP) is
 handed to it by `on_caller`.
@@ -43,7 +43,7 @@ SHARED_FROM = 64 * 1024 * 1024
 SHARE = 8 * 1024 * 1024
 """What each of them reads at a time."""
 STRETCH = 32 * 1024 * 1024
-"""Bytes of neighbouring pieces that one thread takes on: they are read in order."""
+"""Bytes of neighbouring extents that one thread takes on: they are read in order."""
 ALONE = 1024 * 1024
 """So little is read by the caller's own thread."""
 _LOOK = 0.1
@@ -52,7 +52,7 @@ _LOOK = 0.1
 T = TypeVar("T")
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """What is read at a time: one large item, or small ones that lie side by side."""
 
     path: str
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class LoadTimes:
+class LoadClock:
     """Where the time of a load goes: seconds of all its threads together."""
 
     read: float = 0.0
@@ -97,30 +97,30 @@ class LoadTimes:
 
 
 class Use(Protocol):
-    """Does with a verified piece what it was read for.
+    """Does with a verified extent what it was read for.
 
     Returns what waits until its memory may be used again; None if that is now.
     """
 
-    def __call__(self, piece: Piece, data: memoryview, times: LoadTimes) -> Callable[[], object] | None: ...
+    def __call__(self, extent: Extent, data: memoryview, times: LoadClock) -> Callable[[], object] | None: ...
 
 
 class Buffers:
-    """Memory for pieces: at most `most` bytes, or one larger piece alone."""
+    """Memory for extents: at most `most` bytes, or one larger extent alone."""
 
     def __init__(self, most: int, made: Callable[[memoryview], Callable[[], object]] | None = None) -> None:
         """`made` is told of each new buffer, to page-lock it; what it returns is called before it goes."""
         self._most = most
         self._made = made
-        self._free: list[_Buffer] = []
-        self._busy: deque[tuple[_Buffer, Callable[[], object]]] = deque()
+        self._free: list[_Block] = []
+        self._busy: deque[tuple[_Block, Callable[[], object]]] = deque()
         """Given back, and still read by a device."""
         self._taken = 0
-        """Bytes of the buffers that pieces are in now."""
+        """Bytes of the buffers that extents are in now."""
         self._changed = threading.Condition()
 
-    def take(self, length: int, stopped: threading.Event) -> _Buffer | None:
-        """A buffer for a piece; None: the reading was stopped meanwhile."""
+    def take(self, length: int, stopped: threading.Event) -> _Block | None:
+        """A buffer for an extent; None: the reading was stopped meanwhile."""
         while not stopped.is_set():
             with self._changed:
                 while self._busy and not self._fits(length):
@@ -142,7 +142,7 @@ class Buffers:
                 raise
         return buffer
 
-    def give_back(self, buffer: _Buffer, until: Callable[[], object] | None) -> None:
+    def give_back(self, buffer: _Block, until: Callable[[], object] | None) -> None:
         """`until` waits for whatever still reads it."""
         with self._changed:
             self._taken -= buffer.size
@@ -165,7 +165,7 @@ class Buffers:
         busy = sum(buffer.size for buffer, _ in self._busy)
         return self._taken + busy == 0 or self._taken + busy + length <= self._most
 
-    def _reused(self, length: int) -> _Buffer | None:
+    def _reused(self, length: int) -> _Block | None:
         """The smallest free one that is large enough; if there is none, what is in the way is let go of."""
         fitting = [buffer for buffer in self._free if buffer.size >= length]
         best = min(fitting, key=lambda buffer: buffer.size, default=None)
@@ -184,15 +184,15 @@ class Buffers:
         wait()
         self._free.append(buffer)
 
-    def _new(self, length: int) -> _Buffer:
+    def _new(self, length: int) -> _Block:
         memory = mmap.mmap(-1, length)
         with contextlib.suppress(OSError, ValueError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(memory)
-        return _Buffer(view, length, self._made(view) if self._made is not None else None)
+        return _Block(view, length, self._made(view) if self._made is not None else None)
 
 
-class _Buffer(NamedTuple):
+class _Block(NamedTuple):
     view: memoryview
     size: int
     unlock: Callable[[], object] | None
@@ -234,10 +234,10 @@ class _File:
 
 
 class _Stretch(NamedTuple):
-    """Neighbouring pieces, read in order by one thread."""
+    """Neighbouring extents, read in order by one thread."""
 
     file: _File
-    pieces: list[Piece]
+    extents: list[Extent]
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
@@ -251,8 +251,8 @@ def threads_for_loading() -> int:
     return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) // local_ranks()))
 
 
-class PieceReader:
-    """Reads pieces of files, once. Made anew for every reading."""
+class ExtentReader:
+    """Reads extents of files, once. Made anew for every reading."""
 
     def __init__(
         self,
@@ -260,10 +260,10 @@ class PieceReader:
         buffers: Buffers,
         *,
         threads: int,
-        in_place: Callable[[Piece], bool],
-        times: LoadTimes,
+        in_place: Callable[[Extent], bool],
+        times: LoadClock,
     ) -> None:
-        """`in_place`: whether a piece may be used where it lies, if its source allows that."""
+        """`in_place`: whether an extent may be used where it lies, if its source allows that."""
         self._open = open_shard
         self._buffers = buffers
         self._threads = threads
@@ -274,15 +274,15 @@ class PieceReader:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._caller = threading.get_ident()
         self._helpers: ThreadPoolExecutor | None = None
-        """Threads that read shares of large pieces."""
+        """Threads that read shares of large extents."""
         self._lock = threading.Lock()
 
-    def read(self, files: Iterable[tuple[FileEntry, list[Piece]]], use: Use) -> None:
-        """Use every piece, verified. Raises what was raised first, by reading or by using one."""
+    def read(self, files: Iterable[tuple[FileEntry, list[Extent]]], use: Use) -> None:
+        """Use every extent, verified. Raises what was raised first, by reading or by using one."""
         opened: list[_File] = []
         left = self._stretches(files, opened)
         ahead = list(itertools.islice(left, 2))
-        total = sum(piece.length for stretch in ahead for piece in stretch.pieces)
+        total = sum(extent.length for stretch in ahead for extent in stretch.extents)
         wanted = 1 if len(ahead) < 2 or total < ALONE else self._threads
         todo = itertools.chain(ahead, left)
         taking = threading.Lock()
@@ -333,12 +333,12 @@ class PieceReader:
                 raise CheckpointError("the load was stopped")
 
     def _stretches(
-        self, files: Iterable[tuple[FileEntry, list[Piece]]], opened: list[_File]
+        self, files: Iterable[tuple[FileEntry, list[Extent]]], opened: list[_File]
     ) -> Iterator[_Stretch]:
-        for entry, pieces in files:
+        for entry, extents in files:
             file = _File(self._open, entry)
             opened.append(file)
-            stretches = list(_cut(pieces))
+            stretches = list(_cut(extents))
             file.left = len(stretches)
             for stretch in stretches:
                 yield _Stretch(file, stretch)
@@ -380,29 +380,29 @@ class PieceReader:
 
     def _read_stretch(self, stretch: _Stretch, use: Use) -> None:
         shard = stretch.file.shard()
-        for piece in stretch.pieces:
+        for extent in stretch.extents:
             if self._stopped.is_set():
                 return
-            self._read_piece(shard, piece, use)
+            self._read_extent(shard, extent, use)
         stretch.file.done()
 
-    def _read_piece(self, shard: ShardSource, piece: Piece, use: Use) -> None:
+    def _read_extent(self, shard: ShardSource, extent: Extent, use: Use) -> None:
         done = 0
-        buffer: _Buffer | None = None
+        buffer: _Block | None = None
         until: Callable[[], object] | None = None
         try:
             while True:
                 turn = shard.turn
-                view = shard.in_place(piece.offset, piece.length) if self._in_place(piece) else None
+                view = shard.in_place(extent.offset, extent.length) if self._in_place(extent) else None
                 if view is not None:
-                    _, why = self._digested(piece, view, 0)
+                    _, why = self._digested(extent, view, 0)
                 else:
                     if buffer is None:
-                        buffer = self._buffers.take(piece.length, self._stopped)
+                        buffer = self._buffers.take(extent.length, self._stopped)
                         if buffer is None:
                             return
-                    view = buffer.view[: piece.length]
-                    good, why = self._fill(shard, piece, view, done)
+                    view = buffer.view[: extent.length]
+                    good, why = self._fill(shard, extent, view, done)
                     done += good  # another source has to supply only the rest
                 if self._stopped.is_set():
                     return
@@ -410,20 +410,20 @@ class PieceReader:
                     break
                 if not shard.another(why, turn):
                     raise CheckpointError(why)
-            self._times.add(nbytes=piece.length)
-            until = use(piece, view, self._times)
+            self._times.add(nbytes=extent.length)
+            until = use(extent, view, self._times)
         finally:
             if buffer is not None:
                 self._buffers.give_back(buffer, until)
 
-    def _fill(self, shard: ShardSource, piece: Piece, view: memoryview, done: int) -> tuple[int, str]:
+    def _fill(self, shard: ShardSource, extent: Extent, view: memoryview, done: int) -> tuple[int, str]:
         """Read its chunks from `done` on; how many of them are right, and why the next must not be used."""
-        chunks = piece.chunks[done:]
-        rest = view[chunks[0].offset - piece.offset :]
+        chunks = extent.chunks[done:]
+        rest = view[chunks[0].offset - extent.offset :]
         try:
             if len(chunks) > 1:
                 self._read_slices(shard, rest, chunks[0].offset, None)
-                return self._digested(piece, view, done)
+                return self._digested(extent, view, done)
             digest = xxhash.xxh3_128()
             if rest.nbytes >= SHARED_FROM and self._threads > 1 and shard.concurrent:
                 self._read_shares(shard, rest, chunks[0].offset, digest)
@@ -431,18 +431,18 @@ class PieceReader:
                 self._read_slices(shard, rest, chunks[0].offset, digest)
         except CheckpointError as error:
             return 0, str(error)
-        why = _unlike(piece.path, chunks[0], digest.hexdigest())
+        why = _unlike(extent.path, chunks[0], digest.hexdigest())
         return int(not why), why
 
-    def _digested(self, piece: Piece, view: memoryview, done: int) -> tuple[int, str]:
+    def _digested(self, extent: Extent, view: memoryview, done: int) -> tuple[int, str]:
         started = time.perf_counter()
         try:
-            for at, chunk in enumerate(piece.chunks[done:]):
-                start = chunk.offset - piece.offset
+            for at, chunk in enumerate(extent.chunks[done:]):
+                start = chunk.offset - extent.offset
                 found = xxhash.xxh3_128_hexdigest(view[start : start + chunk.length])
                 if found != chunk.digest:
-                    return at, _unlike(piece.path, chunk, found)
-            return len(piece.chunks) - done, ""
+                    return at, _unlike(extent.path, chunk, found)
+            return len(extent.chunks) - done, ""
         finally:
             self._times.add(digest=time.perf_counter() - started)
 
@@ -455,13 +455,13 @@ class PieceReader:
         for start in range(0, view.nbytes, step):
             if self._stopped.is_set():
                 break
-            piece = view[start : start + step]
+            part = view[start : start + step]
             began = time.perf_counter()
-            shard.read_into(piece, base + start, until=until)
+            shard.read_into(part, base + start, until=until)
             read = time.perf_counter()
             reading += read - began
             if digest is not None:
-                digest.update(piece)
+                digest.update(part)
                 digesting += time.perf_counter() - read
         self._times.add(read=reading, digest=digesting)
 
@@ -473,18 +473,18 @@ class PieceReader:
             helpers = self._helpers
 
         def share(start: int) -> memoryview:
-            piece = view[start : start + SHARE]
-            self._read_slices(shard, piece, base + start, None)
-            return piece
+            part = view[start : start + SHARE]
+            self._read_slices(shard, part, base + start, None)
+            return part
 
         starts = iter(range(0, view.nbytes, SHARE))
         coming = deque(helpers.submit(share, start) for start in itertools.islice(starts, self._threads + 1))
         try:
             while coming and not self._stopped.is_set():
-                piece = coming.popleft().result()
+                part = coming.popleft().result()
                 coming.extend(helpers.submit(share, start) for start in itertools.islice(starts, 1))
                 began = time.perf_counter()
-                digest.update(piece)
+                digest.update(part)
                 self._times.add(digest=time.perf_counter() - began)
         finally:
             for one in coming:
@@ -493,16 +493,16 @@ class PieceReader:
                         one.result()  # it writes into memory that is about to be used for something else
 
 
-def _cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _cut(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
     """What threads take on: enough to be worth it, and little enough that all end at about the same time."""
-    stretch: list[Piece] = []
+    stretch: list[Extent] = []
     size = 0
-    for piece in pieces:
-        if stretch and size + piece.length > STRETCH:
+    for extent in extents:
+        if stretch and size + extent.length > STRETCH:
             yield stretch
             stretch, size = [], 0
-        stretch.append(piece)
-        size += piece.length
+        stretch.append(extent)
+        size += extent.length
     if stretch:
         yield stretch
 
