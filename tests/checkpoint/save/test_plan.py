@@ -570,7 +570,7 @@ def of_many(entries: int, world: int) -> list[SavePlan]:
         )
         items.append(WriteItem(MetadataIndex(own, torch.Size([0])), WriteItemType.TENSOR, tensor_data=data))
         paths = {item.index.fqn: ("model", item.index.fqn) for item in items}
-        plans.append(SavePlan(items, storage_data={"shared": "x:1"}, planner_data=paths))
+        plans.append(SavePlan(items, storage_data=planning.Held({"shared": "x:1"}, {}), planner_data=paths))
     return plans
 
 

@@ -141,6 +141,33 @@ def test_what_is_not_declared_is_refused_by_name_at_another_number_of_ranks(tmp_
     assert tied_to_ranks(control) == "model.weight differs between ranks", "as a launcher asks"
 
 
+def test_the_same_bytes_in_another_shape_or_type_are_another_tensor(tmp_path: Path) -> None:
+    """Zeros, as biases and moments begin: the save was refused, since one of them stood for both."""
+
+    def work(rank: int) -> list[Any]:
+        model = nn.Module()
+        model.register_buffer("table", torch.zeros((2, 3) if rank else (3, 2)))
+        model.register_buffer("kind", torch.zeros(2, dtype=torch.int32 if rank else torch.float32))
+        model.register_buffer("empty", torch.zeros((0, 3) if rank else (4, 0)))
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model)
+        step = run.start()
+        if not step:
+            run.begin_step()
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        return [step, *(tuple(one.shape) for one in model.buffers())]
+
+    for name in ("saved", "resumed"):
+        (tmp_path / name).mkdir()
+        found = together(tmp_path / name, 2, work)
+    assert found == [[1, [3, 2], [2], [4, 0]], [1, [2, 3], [2], [0, 3]]]
+    (saved,) = checkpoints(tmp_path / "run")
+    assert manifests.read(saved)[0].world.tied == ["model.empty", "model.kind", "model.table"]
+
+
 def test_the_lowest_ranks_is_taken_where_that_is_declared_or_ddp_does_so_itself(tmp_path: Path) -> None:
     """Running statistics: DDP hands rank 0's to all before each forward; elsewhere it must be said."""
 

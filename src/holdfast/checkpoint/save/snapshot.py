@@ -141,6 +141,10 @@ def _fingerprints(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list
     return fingerprints.begin(plains).result()
 
 
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return dict(zip(tensors, _fingerprints(list(tensors), list(tensors.values())), strict=True))
+
+
 @dataclass
 class _Collected:
     planner: SnapshotPlanner
@@ -151,6 +155,12 @@ class _Collected:
     own: dict[str, Any]
     blob: torch.Tensor
     digests: dict[str, str] = field(default_factory=dict)
+
+    def compare(self, names: frozenset[str]) -> dict[str, str]:
+        """Digests of what this rank holds of these distributed tensors; known from now on."""
+        found = _digests(self.planner.shares_of(names))
+        self.digests |= found
+        return found
 
 
 class Snapshotter:
@@ -362,8 +372,9 @@ class Snapshotter:
         found = _Collected(planner, signature, parts, tensors, others, mine, blob)
         if self._group.world_size > 1:
             shared = planner.plain_tensors()
-            prints = _fingerprints(list(shared), list(shared.values()))
-            found.digests = dict(zip(shared, prints, strict=True))
+            if self._plan is not None:
+                shared |= planner.shares_of(self._plan.contested)
+            found.digests = _digests(shared)
         return found
 
     def _schedules_left_out(self) -> list[str]:
@@ -382,7 +393,8 @@ class Snapshotter:
 
     def _to_blob(self, others: dict[str, Any], own: dict[str, Any]) -> torch.Tensor:
         try:
-            state = {"format": 1, "held": self.tracked.held, "tracked": others, "own": own}
+            here = {"held": self.tracked.held, "laid": self.tracked.laid}
+            state = {"format": 1, **here, "tracked": others, "own": own}
             return to_blob(state, self._blob)
         except FAILURES as error:
             for name, state in others.items():
@@ -408,13 +420,14 @@ class Snapshotter:
             collected.digests,
             self._frames,
             RankFacts(
-                lowest=self.tracked.lowest(collected.digests),
+                lowest=self.tracked.lowest(collected.planner.state_dict),
                 idle=frozenset(self.tracked.division.idle),
                 coordinates=coordinates(),
                 parts=collected.parts,
                 nested=any(map(is_lifted, collected.others.values())),
                 absent=bool(self.tracked.absent()),
             ),
+            compare=collected.compare,
         )
         tensors = _tensors(collected.planner, plan)
         self._plan = plan

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -205,6 +210,15 @@ def as_stateful(thing: object) -> Stateful | None:
     if isinstance(thing, RngTracker):
         return TrackerState(thing)
     return None
+
+
+class OwnEntry(TensorStorageMetadata):
+    """A tensor that a rank has stored for itself: of a distributed one, no more than its share."""
+
+    def size_as(self, tensor: torch.Tensor) -> torch.Size:
+        """The size of the whole, as which this rank holds it now; that of the entry if it does not fit."""
+        fits = isinstance(tensor, DTensor) and local_part(tensor).size() == self.size
+        return tensor.size() if fits else self.size
 
 
 class Wrapped(dict[str, Any]):

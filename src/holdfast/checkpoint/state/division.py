@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.parameter import is_lazy
 
-from holdfast.base import flat_stretches
+from holdfast.base import flat_stretches, local_part
 from holdfast.checkpoint.state.adapters import Cut, SplitTensor, Wrapped, number_children
 from holdfast.checkpoint.state.module import members, registered
 from holdfast.errors import UsageError
@@ -523,6 +523,10 @@ def contents(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
     An empty part is none: it lies where another rank's begins.
     """
+    if isinstance(tensor, DTensor):
+        held: Any = tensor
+        (chunk,) = held.__create_chunk_list__()
+        return {f"{name}{list(chunk.offsets)}": local_part(tensor)} if chunk.sizes.numel() else {}
     if not isinstance(tensor, SplitTensor):
         return {name: tensor}
     return {f"{name}{list(cut.offsets)}": piece for cut, piece in tensor.pieces() if piece.numel()}

@@ -23,11 +23,19 @@ import torch
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint.format import PartEntry, naming
 from holdfast.checkpoint.state import module, nested, optimizer, optimizer_load
-from holdfast.checkpoint.state.adapters import GeneratorState, Stateful, TrackerState, as_stateful, flatten
+from holdfast.checkpoint.state.adapters import (
+    GeneratorState,
+    OwnEntry,
+    Stateful,
+    TrackerState,
+    as_stateful,
+    flatten,
+)
 from holdfast.checkpoint.state.division import Division
 from holdfast.checkpoint.state.gradient_state import GRADIENTS, GradientState
 from holdfast.checkpoint.state.unchanged import Known
@@ -65,6 +73,9 @@ class Tracked:
         self.held: dict[str, str] = {}
         """By part, a digest of the names that this rank held of it when the run began, and of those of which
         it had nothing. Where a save's is another, other ranks' blobs are needed, too."""
+        self.distributed: frozenset[str] = frozenset()
+        """The names of distributed parameters and buffers; below, a digest of where each of them lies."""
+        self.laid = ""
         self.looked_around = False
         """Whether a search was made for things that the script trains with but does not track."""
 
@@ -98,6 +109,14 @@ class Tracked:
         self._known = {name: Known() for name in self._built}
         self._kinds = {name: self.kind(name) for name in self._objects}
         self.held = self._names_held()
+        laid = {
+            f"{part}.{name}": f"{tensor.placements} {tensor.device_mesh.mesh.tolist()}"
+            for part, model in self.models()
+            for name, tensor in module.registered(module.members(model)).items()
+            if isinstance(tensor, DTensor)
+        }
+        self.distributed = frozenset(laid)
+        self.laid = xxhash.xxh3_64_hexdigest(repr(sorted(laid.items())).encode())
         if self.division.declared:
             self.division.settle(
                 {name: module.collect(model, name, None)[0] for name, model in self.models()}
@@ -407,7 +426,7 @@ def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collect
             problems.append(f"{key}: tracked, but not in the checkpoint")
         elif not isinstance(entry, TensorStorageMetadata):
             problems.append(f"{key}: a tensor is tracked, the checkpoint holds an object")
-        elif entry.size != tensor.size():
+        elif (entry.size_as(tensor) if isinstance(entry, OwnEntry) else entry.size) != tensor.size():
             problems.append(
                 f"{key}: shape {tuple(tensor.size())} tracked, {tuple(entry.size)} in the checkpoint"
             )
