@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -124,7 +125,7 @@ def load(
     metadata = reader.read_metadata()
     notes: list[str] = []
     plain: list[str] = []
-    left: list[str] = []
+    left: dict[str, list[int]] = {}
     as_saved = manifest.world.size == world
     if as_saved:
         blob = _read_blob(reader, metadata, rank)
@@ -156,8 +157,9 @@ def load(
         )
         others, own, notes = shared.tracked, shared.own, shared.notes
         there = {name for blob in blobs for name in blob["tracked"]}
-        plain = [name for name in shared.names if name.partition(".")[0] not in fresh]
-        left = [name for name in shared.left if name.partition(".")[0] not in fresh]
+        left = {name: ranks for name, ranks in shared.left.items() if name.partition(".")[0] not in fresh}
+        if manifest.world.size != world:  # else other ranks may have looked at nothing but their own
+            plain = [name for name in shared.names if name.partition(".")[0] not in fresh]
     check_fresh(tracked, fresh, there=there)
     others = {name: part for name, part in others.items() if name not in fresh}
     check_parts([name for name in tracked.names() if name not in fresh], others)
@@ -170,6 +172,8 @@ def load(
     entries = to_be_tracked(metadata, but=fresh)
     names = [*entries, *plain]
     left_out = LeftOut.of({*left, *(name for name in entries if name not in wanted)}, names)
+    if not as_saved and manifest.world.size == world:
+        left_out = msgspec.structs.replace(left_out, saved_by=left)
     if fresh:
         notes = [*notes, f"{', '.join(sorted(fresh))}: begins anew, as checkpoint.fresh_parts says"]
         if any(name in fresh for name, _ in tracked.named_optimizers()):

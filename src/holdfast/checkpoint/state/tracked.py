@@ -380,6 +380,9 @@ class LeftOut(msgspec.Struct, frozen=True):
     """
 
     bits: bytes = b""
+    saved_by: dict[str, list[int]] | None = None
+    """Of what is no tensor, where as many ranks resume as saved it: which ranks had it. A rank that takes up
+    what it saved itself has looked at nothing else, and says None."""
 
     @classmethod
     def of(cls, left: Collection[str], names: Sequence[str]) -> LeftOut:
@@ -396,8 +399,15 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 def tracked_by_nobody(left_out: Iterable[LeftOut], names: Sequence[str]) -> list[str]:
     """Pure: the names that all ranks have left out."""
+    left_out = list(left_out)
     mask = functools.reduce(operator.and_, (one.mask() for one in left_out))
-    return [name for at, name in enumerate(names) if mask >> at & 1] if mask else []
+    found = [name for at, name in enumerate(names) if mask >> at & 1] if mask else []
+    others = [one.saved_by for one in left_out if one.saved_by is not None]
+    as_saved = {rank for rank, one in enumerate(left_out) if one.saved_by is None}
+    for name, ranks in others[0].items() if others else ():
+        if all(name in one for one in others) and as_saved.isdisjoint(ranks):
+            found.append(name)
+    return found
 
 
 def to_be_tracked(metadata: Metadata, *, but: Collection[str] = ()) -> list[str]:
