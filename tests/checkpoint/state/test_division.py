@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.checkpoint.format import manifest as manifests
@@ -139,6 +140,21 @@ def test_what_is_not_declared_is_refused_by_name_at_another_number_of_ranks(tmp_
     assert manifests.read(saved)[0].world.tied == ["model.weight"]
     control = ControlDirectory.open(tmp_path / "run")
     assert tied_to_ranks(control) == "model.weight differs between ranks", "as a launcher asks"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_launcher_learns_that_each_rank_has_a_data_position_of_its_own(
+    tmp_path: Path, shared: bool
+) -> None:
+    """Another number of ranks would be refused at its resume: that is known before it is started."""
+    numbers = TensorDataset(torch.arange(8.0))
+    loader: Any = holdfast.GlobalBatches(numbers, 2, seed=1) if shared else DataLoader(numbers, 2)
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+    run.track(model=nn.Linear(1, 1))
+    for _ in run.steps(loader, until=2):
+        pass
+    told = tied_to_ranks(ControlDirectory.open(tmp_path / "run"))
+    assert told == ("" if shared else "the data position is one for each rank")
 
 
 def test_the_same_bytes_in_another_shape_or_type_are_another_tensor(tmp_path: Path) -> None:

@@ -492,6 +492,9 @@ def _digest(world: int, names: Iterable[str], kinds: Iterable[str]) -> str:
 _facts = operator.attrgetter("dtype", "shape", "layout", "requires_grad")
 
 
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
 class _Kinds(dict[tuple[Any, ...], str]):
     """What `_kind` says of plain tensors; even among many, few differ."""
 
@@ -544,6 +547,12 @@ def _kind(value: object) -> str:
 
 
 def _plain_kind(dtype: object, shape: Iterable[int], layout: object, requires_grad: bool) -> str:
+    if layout is not torch.strided or dtype in _QUANTIZED:
+        what = f"of layout {layout}" if layout is not torch.strided else f"of type {dtype}"
+        raise SaveFailedError(
+            f"it is a Tensor {what}, which has no plain bytes to store. Keep what it consists of in dense "
+            "tensors, or give the module get_extra_state and set_extra_state for it"
+        )
     return f"plain {dtype} {tuple(shape)} {layout} {requires_grad}"
 
 

@@ -33,6 +33,7 @@ from holdfast.checkpoint.format import (
     about,
     check_size,
     derive_id,
+    describe,
     explain,
     naming,
     plain,
@@ -137,8 +138,16 @@ def _fingerprints(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list
             # Small ones are taken as they are: making each plain is what takes long when there are many.
             plains.append(tensor if fingerprints.small_bytes(tensor) is not None else plain(tensor))
         except FAILURES as error:
-            raise about(name, error) from error
+            raise about(name, _of_its_class(tensor, error)) from error
     return fingerprints.begin(plains).result()
+
+
+def _of_its_class(tensor: torch.Tensor, error: BaseException) -> BaseException:
+    """The error; where that need not say it, with the class of the tensor."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter) or isinstance(error, SaveFailedError):
+        return error
+    return SaveFailedError(f"it is of class {kind.__name__}, which has no plain bytes ({describe(error)})")
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
