@@ -129,7 +129,8 @@ def local_plans(entries: int, ranks: int, shards: int) -> Iterator[bytes]:
             index = MetadataIndex(f"model.layers.{number // 9}.block.{number % 9}.weight", offsets, shard)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         paths = {item.index.fqn: ("model", item.index.fqn) for item in items}
-        yield pickle.dumps(SavePlan(items, storage_data={}, planner_data=paths))
+        held = planning.Held({}, dict.fromkeys(paths, "the mesh and the whole"))
+        yield pickle.dumps(SavePlan(items, storage_data=held, planner_data=paths))
 
 
 def save(entries: int, ranks: int, shards: int) -> dict[str, float]:
@@ -140,7 +141,10 @@ def save(entries: int, ranks: int, shards: int) -> dict[str, float]:
     started = time.process_time()
     planner = planning.SnapshotPlanner({"model": {"x": torch.zeros(1)}}, 0, is_coordinator=True)
     frames = Frames()
-    made, declared = planning._plan_for_all(planner, [pickle.loads(plan) for plan in received], frames)
+    plans = [pickle.loads(plan) for plan in received]
+    assert not planning.contested_names([plan.storage_data for plan in plans])
+    made, declared = planning._plan_for_all(planner, plans, frames)
+    del plans
     replies = [pickle.dumps(reply) for reply in made]
     found["plan"] = time.process_time() - started
     found["plan_received"] = float(max(map(len, replies)))

@@ -240,7 +240,7 @@ def finish(
         attempt=sealed.attempt,
         manifest=digest,
         created=sealed.created,
-        tied=manifests.tied_words(sealed.world.tied),
+        tied=manifests.what_ties(sealed),
     )
     commit(root, name, fence, control, record)
     return Committed(bytes=sum(file.size for file in sealed.files), files=len(sealed.files))

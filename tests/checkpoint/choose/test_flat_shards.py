@@ -12,11 +12,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import holdfast
+from holdfast.base import local_part
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.state.division import boxes
 from holdfast.errors import SaveFailedError, UsageError
@@ -171,6 +172,71 @@ def test_an_asynchronous_save(tmp_path: Path) -> None:
     first = on(tmp_path, 2, flat, 0, 3, checkpoint_async_save=True)
     second = on(tmp_path, 3, flat, 3, 4)
     assert second["before"] == first["after"]
+
+
+class AllKinds(nn.Module):
+    """A part of every kind: flat, sharded, held apart, declared, described, each rank's own, and alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        cpu = torch.device("cpu")
+        self.flat = FullyShardedDataParallel(nn.Linear(5, 7), use_orig_params=True, device_id=cpu)
+        self.sharded = fully_shard(nn.Linear(7, 5), mesh=init_device_mesh("cpu", (world,)))
+        self.alike = nn.Linear(5, 2)
+        torch.manual_seed(10 + rank)
+        self.apart = fully_shard(nn.Linear(5, 5), mesh=DeviceMesh("cpu", [rank]))
+        self.declared = nn.Linear(5, 3 + rank)
+        self.own = nn.Linear(5, 2)
+        self.said: Any = nn.Parameter(torch.arange(24.0).reshape(6, 4)[:, 2 * rank : 2 * rank + 2].clone())
+        self.said.global_shape, self.said.local_sizes = (6, 4), ((6, 2),)
+        self.said.global_offsets, self.said.local_offsets = ((0, 2 * rank),), ((0, 0),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.apart(self.sharded(torch.tanh(self.flat(x))))
+        found = (self.declared(inner), self.own(inner), self.alike(x), self.said)
+        return torch.stack([one.square().sum() for one in found]).sum()
+
+
+def test_all_of_it_at_once_in_the_background_and_in_the_local_tier(tmp_path: Path) -> None:
+    """The resume reads nothing but local copies: the global tier has none."""
+    local = {
+        "checkpoint_async_save": True,
+        "checkpoint_non_persistent_ckpt_type": "local",
+        "checkpoint_non_persistent_local_ckpt_dir": str(tmp_path / "local"),
+        "checkpoint_non_persistent_save_interval": 1,
+        "checkpoint_replication_factor": 1,
+    }
+
+    def work(rank: int, name: str, until: int, **settings: Any) -> list[Any]:
+        model, noise = AllKinds(), torch.Generator().manual_seed(rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+        run = holdfast.Run(run_dir=tmp_path / name, checkpoint_interval=0, checkpoint_save_at_end=False,
+                           **settings)  # fmt: skip
+        layout = {"model.declared.*": holdfast.Split(dist.group.WORLD, 0)}
+        run.track(model=model, optimizer=optimizer, noise=noise, layout=layout)
+        began = run.start()
+        while run.step < until:
+            run.begin_step()
+            model(torch.rand(4, 5, generator=noise)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.end_step()
+        run.finish()
+        moments = [one for state in optimizer.state.values() for one in state.values()]
+        return [began, [local_part(one).tolist() for one in (*model.parameters(), *moments)]]
+
+    def on(name: str, until: int, **settings: Any) -> list[Any]:
+        (tmp_path / f"{name}-{until}").mkdir()
+        return together(tmp_path / f"{name}-{until}", 2, lambda rank: work(rank, name, until, **settings))
+
+    undisturbed = on("whole", 5)
+    assert [began for began, _ in on("parted", 3, **local)] == [0, 0]
+    second = on("parted", 5, **local)
+    assert [began for began, _ in second] == [3, 3]
+    assert [found for _, found in second] == [found for _, found in undisturbed]
+    assert checkpoints(tmp_path / "parted") == []
 
 
 def test_what_only_some_ranks_hold_is_taken_up_by_those_that_hold_it_then(tmp_path: Path) -> None:

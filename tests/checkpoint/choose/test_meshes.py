@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
@@ -114,6 +114,158 @@ def test_state_goes_from_mesh_to_mesh(tmp_path: Path, shapes: list[tuple[int, ..
     assert first.world.tied == []
 
 
+class Experts(nn.Module):
+    """Weights of a rank's own experts, sharded over the ranks that have the same ones, and a shared layer."""
+
+    def __init__(self, meshes: list[list[int]], wide: bool) -> None:
+        super().__init__()
+        rank = dist.get_rank()
+        which = next(at for at, ranks in enumerate(meshes) if rank in ranks)
+        torch.manual_seed(0)
+        self.shared = nn.Linear(4, HIDDEN)
+        torch.manual_seed(100 + which)
+        self.experts = nn.Linear(HIDDEN, 3 + which * wide)
+        mine = [DeviceMesh("cpu", ranks) for ranks in meshes][which]
+        fully_shard(self.experts, mesh=mine)
+        fully_shard(self, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.experts(torch.tanh(self.shared(x)))
+        return found
+
+
+def _of_experts(
+    run_dir: Path, meshes: list[list[int]], until: int, wide: bool, **settings: Any
+) -> list[float]:
+    """This rank's part of all weights and moments, with a gradient that waits for more, after some steps."""
+    model = Experts(meshes, wide)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0, **settings)
+    run.track(model=model, optimizer=optimizer)
+    try:
+        run.start()
+    except IncompleteStateError:
+        run.close()
+        raise
+    while run.step < until:
+        run.begin_step()
+        model(torch.full((2, 4), 1.0 + run.step)).square().sum().backward()
+        if run.step % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.end_step()
+    run.finish()
+    held: list[Any] = [*model.parameters()]
+    held += [optimizer.state[one][key] for one in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    held += [one.grad for one in model.parameters() if one.grad is not None]
+    return [value for one in held for value in local_part(one).flatten().tolist()]
+
+
+@pytest.mark.parametrize(("wide", "asynchronous"), [(False, True), (True, False)])
+def test_distributed_tensors_that_ranks_hold_apart_under_one_name(
+    tmp_path: Path, wide: bool, asynchronous: bool
+) -> None:
+    """DCP takes them for one tensor: experts of the second half came back as those of the first."""
+    pairs, others = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    apart = {"checkpoint_async_save": asynchronous}
+
+    def on(run: str, meshes: list[list[int]], until: int, **settings: Any) -> list[Any]:
+        number = len(list(tmp_path.glob("on*")))
+        (tmp_path / f"on{number}").mkdir()
+
+        def work(rank: int) -> Any:
+            try:
+                return _of_experts(tmp_path / run, meshes, until, wide, **settings)
+            except IncompleteStateError as refused:
+                return str(refused)
+
+        return together(tmp_path / f"on{number}", sum(map(len, meshes)), work)
+
+    undisturbed = on("whole", pairs, 4)
+    on("parted", pairs, 2, **apart)  # with gradients that the next step adds to
+    first = manifests.read(checkpoints(tmp_path / "parted")[0])[0].world
+    assert {name for name in first.tied if name.startswith("model.")} == {
+        "model.experts.bias", "model.experts.weight"
+    }  # fmt: skip
+    assert "shared" not in str(first.tied)
+    for told in (*on("parted", [[0], [1]], 4), *on("parted", others, 4)):
+        assert "model.experts.bias (and 5 more) differs between the 4 ranks that saved it" in told
+    assert on("parted", pairs, 4, **apart) == undisturbed
+
+
+def _declared(run_dir: Path, shares: list[int], replicas: int, until: int) -> dict[str, Any]:
+    """Train with the experts divided so, each rank's share of them sharded over `replicas` ranks."""
+    torch.manual_seed(5)
+    model, out = nn.Module(), sum(shares)
+    shared, all_experts = nn.Linear(4, HIDDEN), nn.Linear(HIDDEN, out)
+    layout: dict[str, Any] = {}
+    experts = all_experts
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (len(shares), replicas), mesh_dim_names=("expert", "shard"))
+        which = mesh["expert"].get_local_rank()
+        first = sum(shares[:which])
+        experts = nn.Linear(HIDDEN, shares[which])
+        with torch.no_grad():
+            experts.weight.copy_(all_experts.weight[first : first + shares[which]])
+            experts.bias.copy_(all_experts.bias[first : first + shares[which]])
+        fully_shard(experts, mesh=mesh["shard"])
+        layout = {"layout": {"model.experts.*": holdfast.Split(mesh["expert"], [Shard(0)])}}
+    model.shared, model.experts = shared, experts
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0)
+    run.track(model=model, optimizer=optimizer, **layout)
+    run.start()
+    before = _gathered(model, optimizer) if run.step else None
+    while run.step < until:
+        run.begin_step()
+        for number, parameter in enumerate(model.parameters(), start=run.step + 1):  # no rank's sum of others
+            gradient = parameter.detach() * number
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if run.step % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.end_step()
+    run.finish()
+    return {"before": before, "after": _gathered(model, optimizer)}
+
+
+def _gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights, moments and gradients of the whole, each rank's rows after the other's."""
+    found: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        held = {"weight": parameter, "gradient": parameter.grad, **optimizer.state[parameter]}
+        for what, one in held.items():
+            mine = local_part(one).tolist() if one is not None else None
+            each: list[Any] = [mine]
+            if dist.is_initialized() and name.startswith("experts.") and isinstance(mine, list):
+                each = [None] * dist.get_world_size()
+                dist.all_gather_object(each, mine)
+                mine = [row for rows in each for row in rows]
+            found[f"{name}.{what}"] = mine
+    return found
+
+
+def test_what_ranks_hold_apart_is_divided_as_declared(tmp_path: Path) -> None:
+    """Experts of other ranks, each share of them sharded: the same whole on any division of it."""
+    whole = _declared(tmp_path / "whole", [7], 1, 6)["after"]
+    saved: Any = None
+    for until, (shares, replicas) in enumerate([([3, 4], 2), ([7], 2), ([4, 1, 2], 1), ([2, 5], 1)], start=2):
+        (tmp_path / str(until)).mkdir()
+
+        def work(
+            rank: int, shares: list[int] = shares, replicas: int = replicas, until: int = until
+        ) -> dict[str, Any]:
+            return _declared(tmp_path / "run", shares, replicas, until)
+
+        found = together(tmp_path / str(until), len(shares) * replicas, work)
+        assert found[0]["before"] == saved
+        saved = found[0]["after"]
+    alone = _declared(tmp_path / "run", [7], 1, 6)
+    assert alone["before"] == saved
+    assert alone["after"] == whole
+    assert [manifests.read(path)[0].world.tied for path in checkpoints(tmp_path / "run")] == [[]] * 5
+
+
 class Eight(torch.Tensor):
     """A weight in eight bits with a scale for each row, and a table that no rank has a share of."""
 
@@ -155,7 +307,7 @@ class Quantized(nn.Module):
         table = torch.full((5,), float(first + (rank if per_rank_table else 0)))
         local = Eight(rows[mine].clone(), rows[mine].float().sum(1), table)
         mesh = init_device_mesh("cpu", (world,))
-        whole = DTensor.from_local(local, mesh, [torch.distributed.tensor.Shard(0)], run_check=False)
+        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         self.weight = nn.Parameter(whole, requires_grad=False)
 
 
@@ -185,7 +337,7 @@ def test_what_has_no_bytes_and_cannot_be_taken_apart_is_named_with_its_class(tmp
     def work(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2,))
         model = nn.Module()
-        whole = DTensor.from_local(Opaque((2, 3)), mesh, [torch.distributed.tensor.Shard(0)], run_check=False)
+        whole = DTensor.from_local(Opaque((2, 3)), mesh, [Shard(0)], run_check=False)
         model.weight = nn.Parameter(whole, requires_grad=False)
         run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
         run.track(model=model)

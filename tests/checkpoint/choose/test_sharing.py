@@ -177,6 +177,39 @@ def test_a_part_without_tensors_that_no_rank_tracks_any_more_is_named_too(tmp_pa
     assert all("schedule: in the checkpoint, but not tracked" in told for told in found)
 
 
+@pytest.mark.parametrize("dropped_by", [[1], [0], [0, 1]])
+def test_a_part_without_tensors_that_its_only_rank_tracks_no_more_is_named(
+    tmp_path: Path, dropped_by: list[int]
+) -> None:
+    """On as many ranks: the others take up what they saved themselves, and know of no other part."""
+
+    def work(rank: int) -> str:
+        saves = not (tmp_path / "resumed").exists()
+        torch.manual_seed(0)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        mine = {f"of_{rank}": Counter(rank)} if saves or rank not in dropped_by else {}
+        run.track(model=nn.Linear(2, 2), **mine)
+        told = ""
+        try:
+            run.start()
+        except IncompleteStateError as refused:
+            told = str(refused)
+        if saves:
+            run.begin_step()
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        return told
+
+    for name in ("saved", "resumed"):
+        (tmp_path / name).mkdir()
+        found = together(tmp_path / name, 2, work)
+    for told in found:
+        for rank in range(2):
+            assert (f"of_{rank}: in the checkpoint, but not tracked" in told) is (rank in dropped_by)
+
+
 def test_what_a_rank_tracks_and_nobody_saved_is_named_with_its_rank(tmp_path: Path) -> None:
     def work(rank: int) -> str:
         if not (tmp_path / "more").exists():

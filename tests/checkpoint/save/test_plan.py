@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.masked import masked_tensor
 
 import holdfast
 from holdfast.checkpoint.format import fingerprint as fingerprints
@@ -510,6 +511,52 @@ def test_names_are_those_that_dcp_gives() -> None:
     assert list(listed.state_dict) == ["model.list.0", "model.list.1"]
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "a Tensor of layout torch.sparse_coo"),
+        (lambda: torch.eye(2).to_sparse_csr(), "a Tensor of layout torch.sparse_csr"),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+            "a Tensor of type torch.qint8",
+        ),
+        (lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])), "of class MaskedTensor"),
+    ],
+)
+def test_what_cannot_be_stored_by_its_bytes_is_named_with_what_it_is(
+    tmp_path: Path, made: Callable[[], torch.Tensor], told: str
+) -> None:
+    model = nn.Module()
+    model.register_buffer("table", made())
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0, checkpoint_save_at_end=False)
+    run.track(model=model)
+    run.start()
+    step(run)
+    with pytest.raises(SaveFailedError, match=rf"model\.table: it is {told}"):
+        run.save()
+    run.close()
+
+
+def test_tensors_of_one_name_that_ranks_hold_apart_are_compared_with_the_lowest_ranks() -> None:
+    """Two halves each on two ranks; then as replicas on others, as something else there, and a plain one."""
+
+    def rank(family: str, key: str, digest: str) -> planning.Held:
+        if not family:
+            return planning.Held({key: digest}, {})
+        return planning.Held({key: digest} if key else {}, {"w": family}, {key: "w"})
+
+    together = [rank("01", "w[0]", "a"), rank("01", "w[2]", "b")]
+    same, other = rank("23", "w[2]", "b"), rank("23", "w[0]", "c")
+    assert planning.contested_names(together) == frozenset()
+    assert planning.contested_names([*together, same, other]) == {"w"}
+    everyone = [*together, same, other, rank("45", "w[1]", "d"), rank("45", "", ""), rank("", "w", "e")]
+    differing = planning.differing_names(everyone, {"w"})
+    assert [rank for rank, names in differing.items() if names] == [3, 4, 5, 6]
+    differing = planning.differing_names([rank("", "w", "e"), *together], {"w"})
+    assert [rank for rank, names in differing.items() if names] == [1, 2]
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_small_and_large_tensors_are_staged_alike(threads: int) -> None:
     base = torch.randn(20, 30)
@@ -570,7 +617,7 @@ def of_many(entries: int, world: int) -> list[SavePlan]:
         )
         items.append(WriteItem(MetadataIndex(own, torch.Size([0])), WriteItemType.TENSOR, tensor_data=data))
         paths = {item.index.fqn: ("model", item.index.fqn) for item in items}
-        plans.append(SavePlan(items, storage_data={"shared": "x:1"}, planner_data=paths))
+        plans.append(SavePlan(items, storage_data=planning.Held({"shared": "x:1"}, {}), planner_data=paths))
     return plans
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.checkpoint.format import manifest as manifests
@@ -139,6 +140,48 @@ def test_what_is_not_declared_is_refused_by_name_at_another_number_of_ranks(tmp_
     assert manifests.read(saved)[0].world.tied == ["model.weight"]
     control = ControlDirectory.open(tmp_path / "run")
     assert tied_to_ranks(control) == "model.weight differs between ranks", "as a launcher asks"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_launcher_learns_that_each_rank_has_a_data_position_of_its_own(
+    tmp_path: Path, shared: bool
+) -> None:
+    """Another number of ranks would be refused at its resume: that is known before it is started."""
+    numbers = TensorDataset(torch.arange(8.0))
+    loader: Any = holdfast.GlobalBatches(numbers, 2, seed=1) if shared else DataLoader(numbers, 2)
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+    run.track(model=nn.Linear(1, 1))
+    for _ in run.steps(loader, until=2):
+        pass
+    told = tied_to_ranks(ControlDirectory.open(tmp_path / "run"))
+    assert told == ("" if shared else "the data position is one for each rank")
+
+
+def test_the_same_bytes_in_another_shape_or_type_are_another_tensor(tmp_path: Path) -> None:
+    """Zeros, as biases and moments begin: the save was refused, since one of them stood for both."""
+
+    def work(rank: int) -> list[Any]:
+        model = nn.Module()
+        model.register_buffer("table", torch.zeros((2, 3) if rank else (3, 2)))
+        model.register_buffer("kind", torch.zeros(2, dtype=torch.int32 if rank else torch.float32))
+        model.register_buffer("empty", torch.zeros((0, 3) if rank else (4, 0)))
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model)
+        step = run.start()
+        if not step:
+            run.begin_step()
+            run.end_step()
+            run.finish()
+        else:
+            run.close()
+        return [step, *(tuple(one.shape) for one in model.buffers())]
+
+    for name in ("saved", "resumed"):
+        (tmp_path / name).mkdir()
+        found = together(tmp_path / name, 2, work)
+    assert found == [[1, [3, 2], [2], [4, 0]], [1, [2, 3], [2], [0, 3]]]
+    (saved,) = checkpoints(tmp_path / "run")
+    assert manifests.read(saved)[0].world.tied == ["model.empty", "model.kind", "model.table"]
 
 
 def test_the_lowest_ranks_is_taken_where_that_is_declared_or_ddp_does_so_itself(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -22,7 +23,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 
+from holdfast.base import local_part
 from holdfast.checkpoint.choose.sharing import cure, reshard
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import AssembledShards
@@ -34,6 +37,7 @@ from holdfast.checkpoint.state import (
     GRADIENTS,
     OWN,
     LeftOut,
+    OwnEntry,
     Tracked,
     check_parts,
     check_strict,
@@ -121,13 +125,15 @@ def load(
     metadata = reader.read_metadata()
     notes: list[str] = []
     plain: list[str] = []
-    left: list[str] = []
+    left: dict[str, list[int]] = {}
     as_saved = manifest.world.size == world
     if as_saved:
         blob = _read_blob(reader, metadata, rank)
         held = {name: one for name, one in tracked.held.items() if name not in fresh}
         gone = blob["tracked"].keys() - {*tracked.names(), *fresh}  # another rank may track it now
         as_saved = held.items() <= blob.get("held", held).items() and (world == 1 or not gone)
+        if blob.get("laid", tracked.laid) != tracked.laid:
+            as_saved = as_saved and not _own_shares(tracked, metadata)
     if as_saved:
         others, own = blob["tracked"], blob["own"]
         there = set(others)
@@ -151,8 +157,9 @@ def load(
         )
         others, own, notes = shared.tracked, shared.own, shared.notes
         there = {name for blob in blobs for name in blob["tracked"]}
-        plain = [name for name in shared.names if name.partition(".")[0] not in fresh]
-        left = [name for name in shared.left if name.partition(".")[0] not in fresh]
+        left = {name: ranks for name, ranks in shared.left.items() if name.partition(".")[0] not in fresh}
+        if manifest.world.size != world:  # else other ranks may have looked at nothing but their own
+            plain = [name for name in shared.names if name.partition(".")[0] not in fresh]
     check_fresh(tracked, fresh, there=there)
     others = {name: part for name, part in others.items() if name not in fresh}
     check_parts([name for name in tracked.names() if name not in fresh], others)
@@ -165,6 +172,8 @@ def load(
     entries = to_be_tracked(metadata, but=fresh)
     names = [*entries, *plain]
     left_out = LeftOut.of({*left, *(name for name in entries if name not in wanted)}, names)
+    if not as_saved and manifest.world.size == world:
+        left_out = msgspec.structs.replace(left_out, saved_by=left)
     if fresh:
         notes = [*notes, f"{', '.join(sorted(fresh))}: begins anew, as checkpoint.fresh_parts says"]
         if any(name in fresh for name, _ in tracked.named_optimizers()):
@@ -241,16 +250,29 @@ def _refuse_other_tensors(tracked: Tracked, metadata: Metadata, was: int, world:
 
 def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -> dict[str, Any]:
     """The entries to load: this rank's own version of a tensor where one was stored (see save/plan.py)."""
-    prefix = own_prefix(rank)
-    there = metadata.state_dict_metadata
-    return {prefix + name if prefix + name in there else name: tensor for name, tensor in wanted.items()}
+    own = {name: key for name in wanted if (key := own_prefix(rank) + name) in metadata.state_dict_metadata}
+    found: dict[str, Any] = {name: tensor for name, tensor in wanted.items() if name not in own}
+    for name, key in own.items():
+        found[key] = local_part(wanted[name]) if isinstance(wanted[name], DTensor) else wanted[name]
+    return found
+
+
+def _own_shares(tracked: Tracked, metadata: Metadata) -> bool:
+    """Whether ranks stored shares of distributed tensors for themselves, or what belongs to these."""
+    own = [key for key in metadata.state_dict_metadata if key.startswith(f"{OWN}.own_")]
+    names = {name.partition(".")[2] for name in tracked.distributed} if own else set()
+    return any(f".{name}." in f"{key}." for key in own for name in names)
 
 
 def _own_instead(metadata: Metadata, rank: int) -> Metadata:
     """The metadata as this rank will read it: its own version of a tensor may have a different shape."""
     prefix = own_prefix(rank)
     entries = metadata.state_dict_metadata
-    own = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+    own = {
+        key.removeprefix(prefix): OwnEntry(entry.properties, entry.size, entry.chunks)
+        for key, entry in entries.items()
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
     return dataclasses.replace(metadata, state_dict_metadata={**entries, **own})
 
 

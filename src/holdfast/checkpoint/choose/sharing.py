@@ -52,7 +52,7 @@ def reshard(
     was, mine = len(blobs), blobs[rank]["own"] if same_size else {}
     names = names or {}
     tracked: dict[str, Any] = {}
-    every: list[str] = []
+    every: dict[str, list[int]] = {}
     taken: set[str] = set()
     for part in dict.fromkeys(part for blob in blobs for part in blob["tracked"]):
         holders = {at: blob["tracked"][part] for at, blob in enumerate(blobs) if part in blob["tracked"]}
@@ -73,7 +73,9 @@ def reshard(
             tracked[part] = merge(part, list(holders.values()), was, world)
         else:
             raise _differs(where[other], next(iter(holders)), other, was, world)
-        every += _names_in(part, holders.values())
+        for at, state in holders.items():
+            for name in _names_in(part, [state]):
+                every.setdefault(name, []).append(at)
         if part in kinds and part in names:
             only = _only_model if kind == "model" else _only_optimizer
             tracked[part] = only(tracked[part], names[part])
@@ -98,8 +100,8 @@ def reshard(
         tracked=tracked,
         own=own,
         notes=[note],
-        names=every,
-        left=[name for name in every if name not in taken],
+        names=list(every),
+        left={name: ranks for name, ranks in every.items() if name not in taken},
     )
 
 
@@ -112,8 +114,8 @@ class Shared(NamedTuple):
     """What was done, in words."""
     names: list[str]
     """All that has to be tracked besides tensors, the same on all ranks."""
-    left: list[str]
-    """What of it this rank does not track."""
+    left: dict[str, list[int]]
+    """What of it this rank does not track, and which ranks had saved it."""
 
 
 def _names_in(part: str, states: Iterable[Any]) -> list[str]:

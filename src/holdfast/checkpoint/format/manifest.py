@@ -268,6 +268,14 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Names of tensors that differ between ranks, so that no other number of ranks can take them up."""
 
 
+def what_ties(manifest: Manifest) -> str:
+    """What ties a checkpoint to its number of ranks, as a launcher asks that may change it; else empty."""
+    position = manifest.parts.get("data")
+    if not manifest.world.tied and position is not None and position.is_global is False:
+        return "the data position is one for each rank"
+    return tied_words(manifest.world.tied)
+
+
 def tied_words(tied: list[str]) -> str:
     """What ties a checkpoint to its number of ranks, in short; empty if nothing does."""
     more = f" and {len(tied) - 1} more" if len(tied) > 1 else ""

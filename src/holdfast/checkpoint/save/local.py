@@ -492,7 +492,7 @@ class LocalCommitter:
             attempt=sealed.attempt,
             manifest=digest,
             created=sealed.created,
-            tied=manifests.tied_words(sealed.world.tied),
+            tied=manifests.what_ties(sealed),
         )
         with self._fence.guard(f"commit {name} in the local tier"):
             record_commit(self._control, self._fence, record)

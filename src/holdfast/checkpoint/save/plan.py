@@ -12,15 +12,16 @@ import dataclasses
 import functools
 import operator
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
 import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -125,15 +126,36 @@ def _odd(rank: int) -> int:
 # rank's. So each rank sends a digest of every plain tensor along with its plan; where they differ, the lowest
 # rank's is stored under the name itself and each other rank's beside it, as `holdfast.own_<rank>.<name>`, for
 # that rank.
+#
+# A distributed tensor says which ranks hold it together. Where others hold one under the same name (experts
+# that each have ranks of their own to be sharded over), DCP takes all of them for one tensor, too. Such names
+# are found when a plan is made, and only then are digests taken of them: what is not the same as with the
+# lowest rank is stored beside it in the same way, as the plain share that the rank holds.
 
 
 Digests = Mapping[str, str]
 """By name, or by name and offsets of what is a part of a larger tensor."""
+Compare = Callable[[frozenset[str]], Digests]
+"""Takes the digests of distributed tensors of these names, too."""
 _requires_grad = operator.attrgetter("requires_grad")
 
 
 def own_prefix(rank: int) -> str:
     return f"{OWN}.own_{rank:05d}."
+
+
+class Held(NamedTuple):
+    """What a rank says of its tensors along with its plan, so that those of several ranks can be compared."""
+
+    digests: Digests
+    """With type and shape: the same bytes may be another tensor."""
+    families: Mapping[str, str]
+    """By name of a distributed tensor: tells which ranks hold it together, and its whole."""
+    compared: Mapping[str, str] = {}
+    """By key in `digests`: the name of the distributed tensor of which that is this rank's share."""
+
+    def has(self, name: str) -> bool:
+        return name in self.families or name in self.digests
 
 
 class SnapshotPlanner(DefaultSavePlanner):
@@ -143,7 +165,10 @@ class SnapshotPlanner(DefaultSavePlanner):
         super().__init__(dedup_save_to_lowest_rank=False)
         self.differing: list[str] = []
         """On the coordinator, once all have planned: names of what ranks hold differently."""
+        self.contested = frozenset[str]()
+        """Names of distributed tensors that not all ranks which have one hold together."""
         self._prefix = own_prefix(rank)
+        self._compared: dict[str, str] = {}
         flat: dict[str, Any] = {}
         self._unmapped: dict[str, Any] | None = None
         """The state as it was given, where a plan still needs to know how its names were nested."""
@@ -166,11 +191,25 @@ class SnapshotPlanner(DefaultSavePlanner):
                     create_write_items(name, value)
             raise error
         # `storage_data` travels to the coordinator; nobody else reads it before the global plan is made.
-        return dataclasses.replace(plan, storage_data=dict(digests))
+        return dataclasses.replace(plan, storage_data=self._held(digests))
+
+    def _held(self, digests: Digests) -> Held:
+        forms = {key: (one.dtype, tuple(one.shape)) for key, one in self.plain_tensors().items()}
+        families: dict[str, str] = {}
+        known: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+        for name, value in self.state_dict.items():
+            if isinstance(value, DTensor):
+                facts = id(value.device_mesh), value.size(), value.dtype
+                if facts not in known:
+                    told = f"{value.device_mesh.mesh.flatten().tolist()} {facts[1:]}"
+                    known[facts] = xxhash.xxh3_64_hexdigest(told.encode())
+                families[name] = known[facts]
+        told_forms = {key: f"{digest} {forms.get(key, '')}" for key, digest in digests.items()}
+        return Held(told_forms, families, self._compared)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if len(all_plans) > 1:
-            differing = differing_names([plan.storage_data for plan in all_plans])
+            differing = differing_names([plan.storage_data for plan in all_plans], self.contested)
             _refuse_differing_parts(differing, all_plans)
             self.differing = sorted(set().union(*differing.values()))
             all_plans = [
@@ -219,6 +258,16 @@ class SnapshotPlanner(DefaultSavePlanner):
                 found |= {} if name.startswith(f"{OWN}.") else contents(name, value)
         return found
 
+    def shares_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """What this rank holds of distributed tensors, which will be compared with what other ranks hold."""
+        found: dict[str, torch.Tensor] = {}
+        for name in names:
+            if isinstance(value := self.state_dict.get(name), DTensor):
+                shares = contents(name, value)
+                self._compared |= dict.fromkeys(shares, name)
+                found |= shares
+        return found
+
 
 def _require_bytes(tensor: torch.Tensor) -> None:
     if not has_bytes(tensor):
@@ -243,16 +292,39 @@ def _flatten(tree: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> bool
     return True
 
 
-def differing_names(digests: Sequence[Digests]) -> dict[int, frozenset[str]]:
-    """Pure: for each rank, the names whose contents differ from those of the lowest rank that has them."""
-    first: dict[str, str] = {}
-    differing: dict[int, frozenset[str]] = {}
-    for rank, mine in enumerate(digests):
-        differing[rank] = frozenset(
-            name for name, digest in mine.items() if first.get(name, digest) != digest
+def contested_names(held: Sequence[Held]) -> frozenset[str]:
+    """Pure: names of distributed tensors that not all ranks which have one hold together."""
+    families: dict[str, str] = {}
+    found: set[str] = set()
+    for one in held:
+        found.update(
+            name for name, family in one.families.items() if families.setdefault(name, family) != family
         )
-        for name, digest in mine.items():
-            first.setdefault(name, digest)
+    for one in held:
+        found |= families.keys() & one.digests.keys()  # a plain tensor here, a distributed one elsewhere
+    return frozenset(found)
+
+
+def differing_names(held: Sequence[Held], contested: Collection[str] = ()) -> dict[int, frozenset[str]]:
+    """Pure: for each rank, the names whose contents differ from those of the lowest rank that has them.
+
+    A share of a contested name counts as the same only if the ranks that hold the lowest rank's have it.
+    """
+    first: dict[str, str] = {}
+    families: dict[str, str] = {}
+    differing: dict[int, frozenset[str]] = {}
+    for rank, mine in enumerate(held):
+        here = {name: mine.families.get(name, "") for name in contested if mine.has(name)}
+        strange = {name for name, family in here.items() if families.setdefault(name, family) != family}
+        alike: set[str] = set()
+        apart: set[str] = set()
+        for key, digest in mine.digests.items():
+            name = mine.compared.get(key, key)
+            if (first.get(key) if name in strange else first.setdefault(key, digest)) == digest:
+                alike.add(name)
+            else:
+                apart.add(name)
+        differing[rank] = frozenset(apart | (strange - alike))
     return differing
 
 
@@ -269,17 +341,25 @@ def _refuse_differing_parts(differing: Mapping[int, frozenset[str]], plans: Sequ
 
 
 def _store_own(plan: SavePlan, names: frozenset[str], prefix: str) -> SavePlan:
-    items = [
-        dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=prefix + item.index.fqn))
-        if item.index.fqn in names
-        else item
-        for item in plan.items
-    ]
+    items = [_as_own(item, prefix) if item.index.fqn in names else item for item in plan.items]
     mappings = {
         **plan.planner_data,
         **{prefix + name: (*prefix.rstrip(".").split("."), name) for name in names},
     }
     return dataclasses.replace(plan, items=items, storage_data=None, planner_data=mappings)
+
+
+def _as_own(item: WriteItem, prefix: str) -> WriteItem:
+    """The item as one of this rank alone: a share of a distributed tensor is all of what it stores then."""
+    index = dataclasses.replace(item.index, fqn=prefix + item.index.fqn)
+    if item.type is not WriteItemType.SHARD or item.tensor_data is None:
+        return dataclasses.replace(item, index=index)
+    sizes = item.tensor_data.chunk.sizes
+    corner = torch.Size([0] * len(sizes))
+    data = dataclasses.replace(item.tensor_data, chunk=ChunkStorageMetadata(corner, sizes), size=sizes)
+    return dataclasses.replace(
+        item, index=dataclasses.replace(index, offset=corner, index=None), tensor_data=data
+    )
 
 
 MOST_TIED = 100
@@ -362,6 +442,8 @@ class Plan:
     """Only on rank 0."""
     facts: PlanFacts = field(default_factory=PlanFacts)
     """Only on rank 0."""
+    contested: frozenset[str] = frozenset()
+    """Distributed tensors that several ranks hold apart: every save compares them."""
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -408,6 +490,9 @@ def _digest(world: int, names: Iterable[str], kinds: Iterable[str]) -> str:
 
 
 _facts = operator.attrgetter("dtype", "shape", "layout", "requires_grad")
+
+
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 class _Kinds(dict[tuple[Any, ...], str]):
@@ -462,6 +547,12 @@ def _kind(value: object) -> str:
 
 
 def _plain_kind(dtype: object, shape: Iterable[int], layout: object, requires_grad: bool) -> str:
+    if layout is not torch.strided or dtype in _QUANTIZED:
+        what = f"of layout {layout}" if layout is not torch.strided else f"of type {dtype}"
+        raise SaveFailedError(
+            f"it is a Tensor {what}, which has no plain bytes to store. Keep what it consists of in dense "
+            "tensors, or give the module get_extra_state and set_extra_state for it"
+        )
     return f"plain {dtype} {tuple(shape)} {layout} {requires_grad}"
 
 
@@ -473,14 +564,44 @@ def make_plan(
     digests: Digests,
     frames: Frames,
     facts: RankFacts | None = None,
+    compare: Compare | None = None,
 ) -> Plan:
     """Called by all ranks together; all take part in every exchange, whatever went wrong on one of them.
 
     A failure before the last exchange is raised on every rank; a later one, only on the rank where it occurs.
     """
+    contested = frozenset[str]()
+    while True:
+        reply, declared, found = _exchange(group, planner, digests, frames, facts, contested, compare)
+        if isinstance(reply, str):
+            raise SaveFailedError(reply)
+        answer = pickle.loads(reply)
+        if not isinstance(answer, frozenset):
+            break
+        contested = answer
+    mine, shares = answer
+    items = planner.finish_plan(mine).items
+    layout, used = lay_out(items, group.rank, frames)
+    return Plan(number, signature, items, used, layout, shares, declared, found, contested)
+
+
+def _exchange(
+    group: Group,
+    planner: SnapshotPlanner,
+    digests: Digests,
+    frames: Frames,
+    facts: RankFacts | None,
+    contested: frozenset[str],
+    compare: Compare | None,
+) -> tuple[bytes | str, Declared | None, PlanFacts]:
+    """(this rank's part of the plan, what rank 0 keeps, the same).
+
+    Instead of its part a rank may get names, if some are contested that were not yet: then all plan again.
+    """
     local: bytes | str  # pickled here, where a failure can still be reported
     try:
-        local = pickle.dumps((planner.local_plan(digests), facts or RankFacts()))
+        more = compare(contested) if compare is not None and contested else {}
+        local = pickle.dumps((planner.local_plan({**digests, **more}), facts or RankFacts()))
     except FAILURES as error:
         if group.world_size == 1:
             raise
@@ -492,20 +613,19 @@ def make_plan(
     if plans is not None:
         try:
             told = [_require(plan) for plan in plans]
-            made, declared = _plan_for_all(planner, [plan for plan, _ in told], frames)
-            found = combine(planner.differing, [one for _, one in told])
-            replies = [pickle.dumps(reply) for reply in made]
+            names = contested_names([plan.storage_data for plan, _ in told]) if len(told) > 1 else contested
+            planner.contested = names
+            if names <= contested:
+                made, declared = _plan_for_all(planner, [plan for plan, _ in told], frames)
+                found = combine(planner.differing, [one for _, one in told])
+                replies = [pickle.dumps(reply) for reply in made]
+            else:
+                replies = [pickle.dumps(names)] * group.world_size
         except FAILURES as error:
             if group.world_size == 1:
                 raise
             replies = [f"the save could not be planned: {describe(error)}"] * group.world_size
-    reply = scatter(group, replies)
-    if isinstance(reply, str):
-        raise SaveFailedError(reply)
-    mine, shares = pickle.loads(reply)
-    items = planner.finish_plan(mine).items
-    layout, used = lay_out(items, group.rank, frames)
-    return Plan(number, signature, items, used, layout, shares, declared, found)
+    return scatter(group, replies), declared, found
 
 
 def _require(plan: bytes | str) -> tuple[SavePlan, RankFacts]:
@@ -522,7 +642,7 @@ def _plan_for_all(
     Its time and memory are proportional to the number of items. What could not be read back is refused here,
     before anything is staged.
     """
-    sharings = find_sharings([plan.storage_data for plan in plans]) if len(plans) > 1 else []
+    sharings = find_sharings([plan.storage_data.digests for plan in plans]) if len(plans) > 1 else []
     final, metadata = planner.create_global_plan(plans)
     layouts = [lay_out(plan.items, rank, frames)[0] for rank, plan in enumerate(final)]
     _check_all_is_laid_out(metadata, final)

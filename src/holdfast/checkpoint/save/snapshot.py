@@ -33,6 +33,7 @@ from holdfast.checkpoint.format import (
     about,
     check_size,
     derive_id,
+    describe,
     explain,
     naming,
     plain,
@@ -137,8 +138,20 @@ def _fingerprints(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list
             # Small ones are taken as they are: making each plain is what takes long when there are many.
             plains.append(tensor if fingerprints.small_bytes(tensor) is not None else plain(tensor))
         except FAILURES as error:
-            raise about(name, error) from error
+            raise about(name, _of_its_class(tensor, error)) from error
     return fingerprints.begin(plains).result()
+
+
+def _of_its_class(tensor: torch.Tensor, error: BaseException) -> BaseException:
+    """The error; where that need not say it, with the class of the tensor."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter) or isinstance(error, SaveFailedError):
+        return error
+    return SaveFailedError(f"it is of class {kind.__name__}, which has no plain bytes ({describe(error)})")
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return dict(zip(tensors, _fingerprints(list(tensors), list(tensors.values())), strict=True))
 
 
 @dataclass
@@ -151,6 +164,12 @@ class _Collected:
     own: dict[str, Any]
     blob: torch.Tensor
     digests: dict[str, str] = field(default_factory=dict)
+
+    def compare(self, names: frozenset[str]) -> dict[str, str]:
+        """Digests of what this rank holds of these distributed tensors; known from now on."""
+        found = _digests(self.planner.shares_of(names))
+        self.digests |= found
+        return found
 
 
 class Snapshotter:
@@ -362,8 +381,9 @@ class Snapshotter:
         found = _Collected(planner, signature, parts, tensors, others, mine, blob)
         if self._group.world_size > 1:
             shared = planner.plain_tensors()
-            prints = _fingerprints(list(shared), list(shared.values()))
-            found.digests = dict(zip(shared, prints, strict=True))
+            if self._plan is not None:
+                shared |= planner.shares_of(self._plan.contested)
+            found.digests = _digests(shared)
         return found
 
     def _schedules_left_out(self) -> list[str]:
@@ -382,7 +402,8 @@ class Snapshotter:
 
     def _to_blob(self, others: dict[str, Any], own: dict[str, Any]) -> torch.Tensor:
         try:
-            state = {"format": 1, "held": self.tracked.held, "tracked": others, "own": own}
+            here = {"held": self.tracked.held, "laid": self.tracked.laid}
+            state = {"format": 1, **here, "tracked": others, "own": own}
             return to_blob(state, self._blob)
         except FAILURES as error:
             for name, state in others.items():
@@ -408,13 +429,14 @@ class Snapshotter:
             collected.digests,
             self._frames,
             RankFacts(
-                lowest=self.tracked.lowest(collected.digests),
+                lowest=self.tracked.lowest(collected.planner.state_dict),
                 idle=frozenset(self.tracked.division.idle),
                 coordinates=coordinates(),
                 parts=collected.parts,
                 nested=any(map(is_lifted, collected.others.values())),
                 absent=bool(self.tracked.absent()),
             ),
+            compare=collected.compare,
         )
         tensors = _tensors(collected.planner, plan)
         self._plan = plan

@@ -13,7 +13,7 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.state import module
-    from holdfast.checkpoint.state.adapters import SplitTensor, flatten
+    from holdfast.checkpoint.state.adapters import OwnEntry, SplitTensor, flatten
     from holdfast.checkpoint.state.division import Split, contents, coordinates
     from holdfast.checkpoint.state.gradient_state import GRADIENTS, is_placeholder
     from holdfast.checkpoint.state.module import LOOSE, RECORD

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -207,6 +212,15 @@ def as_stateful(thing: object) -> Stateful | None:
     return None
 
 
+class OwnEntry(TensorStorageMetadata):
+    """A tensor that a rank has stored for itself: of a distributed one, no more than its share."""
+
+    def size_as(self, tensor: torch.Tensor) -> torch.Size:
+        """The size of the whole, as which this rank holds it now; that of the entry if it does not fit."""
+        fits = isinstance(tensor, DTensor) and local_part(tensor).size() == self.size
+        return tensor.size() if fits else self.size
+
+
 class Wrapped(dict[str, Any]):
     """The tensors that a tensor subclass is made of, by name, and the subclass around them."""
 
@@ -238,20 +252,23 @@ class SplitTensor(torch.Tensor):
     It has what DCP asks of a tensor that is stored in parts, and nothing else can be done with it.
     """
 
+    held: torch.Tensor
+    """What the rank has, as it was given; and its memory here, which is less if that is a DTensor."""
     local: torch.Tensor
     cuts: tuple[Cut, ...]
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, whole: torch.Size, cuts: Sequence[Cut]) -> SplitTensor:
+    def __new__(cls, held: torch.Tensor, whole: torch.Size, cuts: Sequence[Cut]) -> SplitTensor:
+        local = local_part(held) if isinstance(held, DTensor) else held
         made = wrapper_around(cls, local, whole)
-        made.local, made.cuts = local, tuple(cuts)
+        made.held, made.local, made.cuts = held, local, tuple(cuts)
         return made
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if function is torch.ops.aten.detach.default:
             whole = args[0]
-            return cls(whole.local.detach(), whole.size(), whole.cuts)
+            return cls(whole.held.detach(), whole.size(), whole.cuts)
         raise NotImplementedError(f"{function} of a part of a tensor: use its `local`")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -351,7 +368,7 @@ def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rewrapped(value: Any) -> Any:
     if isinstance(value, SplitTensor):
-        return value.local
+        return value.held
     return value.whole if isinstance(value, Wrapped) else value
 
 

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.parameter import is_lazy
 
-from holdfast.base import flat_stretches
+from holdfast.base import flat_stretches, local_part
 from holdfast.checkpoint.state.adapters import Cut, SplitTensor, Wrapped, number_children
 from holdfast.checkpoint.state.module import members, registered
 from holdfast.errors import UsageError
@@ -48,7 +48,9 @@ LOWEST = "lowest"
 
 @dataclass(frozen=True)
 class Split:
-    """A plain tensor is a part of a larger one, cut across the ranks of a process group or a device mesh.
+    """A tensor is a part of a larger one, cut across the ranks of a process group or a device mesh.
+
+    It is a plain tensor; or a DTensor, which some ranks hold together while others hold the other parts.
 
     `dims`: the dimension along which it is cut across a group, or one placement for each dimension of a mesh,
     as DTensor has them. The parts follow each other in the order of the ranks there.
@@ -85,6 +87,16 @@ class _DeclaredTensor(NamedTuple):
     part: str
     entry: str
     size: torch.Size
+    shares: tuple[Cut, ...]
+    """What this rank holds of it."""
+
+    local: torch.Size
+    distributed: bool
+
+    @classmethod
+    def of(cls, part: str, entry: str, tensor: torch.Tensor) -> _DeclaredTensor:
+        local = local_part(tensor).size()
+        return cls(part, entry, tensor.size(), _shares(tensor), local, isinstance(tensor, DTensor))
 
     @property
     def name(self) -> str:
@@ -97,9 +109,21 @@ class Placed(NamedTuple):
     whole: torch.Size
     cuts: tuple[Cut, ...]
     local: torch.Size
+    """The size of what this rank holds; below, the size that it has for the model."""
+    seen: torch.Size
+    distributed: bool = False
+    """Whether the part is itself a DTensor, of which this rank holds a share."""
 
     def of(self, tensor: torch.Tensor) -> SplitTensor:
         return SplitTensor(tensor, self.whole, self.cuts)
+
+    def fits(self, tensor: Any) -> bool:
+        """Whether a tensor is divided as this one is."""
+        if not self.distributed:
+            return _is_plain(tensor) and bool(tensor.size() == self.seen)
+        if not isinstance(tensor, DTensor) or any(one.is_partial() for one in tensor.placements):
+            return False
+        return (tensor.size(), local_part(tensor).size()) == (self.seen, self.local)
 
 
 Rule = Split | str
@@ -171,13 +195,12 @@ class Division:
                         "(FullyShardedDataParallel, CheckpointableTensor or sharded_state_dict); drop it "
                         "from the layout"
                     )
-                if not _is_plain(value):
-                    kind = type(value.whole if isinstance(value, Wrapped) else value).__name__
+                if isinstance(value, Wrapped):
                     raise UsageError(
-                        f"track(layout=…): {name} is a {kind}, which says itself how it is divided or "
-                        "consists of other tensors; declare plain tensors only"
+                        f"track(layout=…): {name} is a {type(value.whole).__name__}, which consists of other "
+                        "tensors; declare plain or distributed tensors only"
                     )
-                declared[pattern].append(_DeclaredTensor(part, entry, value.size()))
+                declared[pattern].append(_DeclaredTensor.of(part, entry, value))
         # In the order of the declarations, and also where this rank has none: the others wait for its answer.
         for pattern, rule in self._rules.items():
             if isinstance(rule, Split):
@@ -192,7 +215,10 @@ class Division:
         for part, places in self._places.items():
             if part in found:
                 found[part] = {
-                    entry: places[entry].of(value) if entry in places and _is_plain(value) else value
+                    entry: places[entry].of(value)
+                    if entry in places
+                    and (isinstance(value, DTensor) if places[entry].distributed else _is_plain(value))
+                    else value
                     for entry, value in found[part].items()
                 }
         for part, owner in owners.items():
@@ -230,7 +256,7 @@ class Division:
     def absent(self, model: str) -> frozenset[str]:
         """Names of a model's parameters of which this rank holds nothing, though others do."""
         places = self._places.get(model, {})
-        return frozenset(name for name, one in places.items() if not one.local.numel() and one.whole.numel())
+        return frozenset(name for name, one in places.items() if not one.seen.numel() and one.whole.numel())
 
     def place(self, name: str, tensor: torch.Tensor) -> Placed | None:
         """Where a gradient of the parameter of this full name lies; None if it is of another size."""
@@ -238,7 +264,7 @@ class Division:
             return None
         part, _, entry = name.partition(".")
         found = self._places.get(part, {}).get(entry)
-        return found if found is not None and tensor.size() == found.local and _is_plain(tensor) else None
+        return found if found is not None and found.fits(tensor) else None
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -263,8 +289,22 @@ def _placed(rule: Split, members: Sequence[_DeclaredTensor]) -> Iterator[Placed]
             offset[dim] += sum(along[:mine])
             size[dim] = sum(along)
     for one, whole, offset in zip(members, wholes, offsets, strict=True):
-        cut = Cut(tuple(offset), tuple(one.size), (0,) * len(offset))
-        yield Placed(torch.Size(whole), (cut,), one.size)
+        moved = (
+            share._replace(offsets=tuple(a + b for a, b in zip(offset, share.offsets, strict=True)))
+            for share in one.shares
+        )
+        yield Placed(torch.Size(whole), tuple(moved), one.local, one.size, one.distributed)
+
+
+def _shares(tensor: torch.Tensor) -> tuple[Cut, ...]:
+    """The box that a rank holds of a tensor: all of a plain one."""
+    if not isinstance(tensor, DTensor):
+        return (Cut((0,) * tensor.dim(), tuple(tensor.size()), (0,) * tensor.dim()),)
+    if tensor.device_mesh.get_coordinate() is None:
+        return ()
+    held: Any = tensor
+    (chunk,) = held.__create_chunk_list__()
+    return (Cut(tuple(chunk.offsets), tuple(chunk.sizes), (0,) * tensor.dim()),)
 
 
 def _check_fit(
@@ -309,7 +349,7 @@ def _described(part: str, model: nn.Module) -> dict[str, Placed]:
                     "whose parts are known of plain parameters only; use fully_shard instead"
                 )
             cuts = tuple(boxes(stretch.shape, stretch.start, stretch.local.numel()))
-            found[name] = Placed(stretch.shape, cuts, stretch.local.size())
+            found[name] = Placed(stretch.shape, cuts, stretch.local.size(), stretch.local.size())
         elif _is_plain(tensor) and not is_lazy(tensor):
             place = _own_description(f"{part}.{name}", tensor) or _sharded_place(tensor, sharded)
             if place is not None:
@@ -363,7 +403,7 @@ def _own_description(name: str, tensor: torch.Tensor) -> Placed | None:
             f"{name}, of shape {tuple(tensor.size())}, says that it has parts which reach beyond it or "
             f"beyond the whole: {_told(said)}"
         )
-    return Placed(whole, tuple(cuts), tensor.size())
+    return Placed(whole, tuple(cuts), tensor.size(), tensor.size())
 
 
 def _is_within(corner: Sequence[int], size: Sequence[int], outer: Sequence[int]) -> bool:
@@ -488,7 +528,7 @@ def _sharded_place(tensor: torch.Tensor, sharded: _Sharded) -> Placed | None:
         whole = box.whole
     if whole == tensor.size() or sum(math.prod(cut.size) for cut in cuts) != tensor.numel():
         return None
-    return Placed(whole, tuple(cuts), tensor.size())
+    return Placed(whole, tuple(cuts), tensor.size(), tensor.size())
 
 
 def _is_plain(value: Any) -> bool:
@@ -500,13 +540,13 @@ def _cut(node: Any, place: Placed) -> Any:
     if isinstance(node, Wrapped):
         return node
     if not isinstance(node, Mapping):
-        return place.of(node) if _is_plain(node) and node.size() == place.local else node
+        return place.of(node) if place.fits(node) else node
     return {key: _cut(one, place) for key, one in node.items()}
 
 
 def _mended(node: Any) -> Any:
     if isinstance(node, SplitTensor):
-        return node.local
+        return node.held
     if isinstance(node, Mapping) and not isinstance(node, Wrapped):
         return {key: _mended(one) for key, one in node.items()}
     return node
@@ -515,7 +555,7 @@ def _mended(node: Any) -> Any:
 def _localise(entries: dict[str, Any], key: str, place: Placed) -> None:
     entry = entries.get(key)
     if isinstance(entry, TensorStorageMetadata) and entry.size == place.whole:
-        entries[key] = replace(entry, size=place.local)
+        entries[key] = replace(entry, size=place.seen)
 
 
 def contents(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -523,6 +563,10 @@ def contents(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
     An empty part is none: it lies where another rank's begins.
     """
+    if isinstance(tensor, DTensor):
+        held: Any = tensor
+        (chunk,) = held.__create_chunk_list__()
+        return {f"{name}{list(chunk.offsets)}": local_part(tensor)} if chunk.sizes.numel() else {}
     if not isinstance(tensor, SplitTensor):
         return {name: tensor}
     return {f"{name}{list(cut.offsets)}": piece for cut, piece in tensor.pieces() if piece.numel()}

@@ -525,7 +525,7 @@ class GradientState:
             gradient: torch.Tensor | None = None
             entry = entries.get(place.name)
             part = self._part_of(place, entry) if entry is not None else None
-            if part is not None and not part.local.numel():
+            if part is not None and not part.seen.numel():
                 entry = None  # FSDP1 has none where it has nothing of the parameter
             if place.name in objects:
                 gradient = objects[place.name].to(place.parameter.device)
@@ -535,7 +535,9 @@ class GradientState:
                 gradient = _made(place, entry, _nans, part)
                 setattr(gradient, _SPENT, True)
             elif entry is not None:
-                gradient = loaded[place.name] if part is None else local_part(loaded[place.name])
+                gradient = loaded[place.name]
+                if part is not None and isinstance(gradient, SplitTensor):
+                    gradient = gradient.held.detach()
                 if entry["kind"] == "local":
                     gradient = _around(place.parameter, gradient, entry["placements"])
             if gradient is not None or place.read() is not None:
@@ -656,7 +658,7 @@ def _made(
     place: _Place, entry: Mapping[str, Any], fill: Callable[..., torch.Tensor], part: Placed | None = None
 ) -> torch.Tensor:
     """A gradient as it is described, for this parameter; or this rank's part of it."""
-    parameter, shape = place.parameter, tuple(entry["shape"] if part is None else part.local)
+    parameter, shape = place.parameter, tuple(entry["shape"] if part is None else part.seen)
     if shape != tuple(parameter.shape):
         raise IncompleteStateError(
             f"the gradient {place.name} has shape {shape} in the checkpoint; the parameter's is "

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from holdfast.base import hides_parameters, is_traceable_wrapper_subclass, local_part
 from holdfast.checkpoint.format import FAILURES, about
-from holdfast.checkpoint.state.adapters import Wrapped, child_names, is_storable, unwrapped
+from holdfast.checkpoint.state.adapters import OwnEntry, Wrapped, child_names, is_storable, unwrapped
 from holdfast.checkpoint.state.unchanged import usual_entries
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
@@ -344,6 +344,7 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
     placements  those of a DTensor that is not laid out like its parameter
     plain       it is not a DTensor although its parameter is one, of the same size
     local       it is not a DTensor either, but of the size of this rank's part of the parameter
+    whole       the size of a DTensor that is not of its parameter's
     order       that of its dimensions in memory, if not the usual one
     wraps       what it takes to make a tensor subclass from its inner tensors
     grad        it requires a gradient
@@ -367,6 +368,8 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
             )
         if not like or tensor.placements != parameter.placements or _is_wrapping(local_part(parameter)):
             facts["placements"] = tuple(tensor.placements)
+        if size != parameter.size():
+            facts["whole"] = tuple(size)
         return facts
     if _is_wrapping(tensor):
         whole: Any = tensor
@@ -483,6 +486,10 @@ def match_groups(
     return found + sorted(left)
 
 
+_UNDIVIDED = {"plain", "local"}
+"""Noted of tensors that are not distributed although their parameter is."""
+
+
 class _Reading:
     """Finds or makes the tensors that stored ones are read into."""
 
@@ -546,9 +553,11 @@ class _Reading:
         if not isinstance(entry, TensorStorageMetadata):
             raise IncompleteStateError(f"{self._name(path)}: the checkpoint holds an object, not a tensor")
         live = self._live.get(path)
-        if live is not None and self._fits(live, entry, path, home, facts):
-            return live
         size, dtype, parameter = entry.size, entry.properties.dtype, home.parameter
+        if isinstance(entry, OwnEntry) and isinstance(parameter, DTensor) and not facts.keys() & _UNDIVIDED:
+            size = torch.Size(facts["whole"]) if "whole" in facts else entry.size_as(parameter)
+        if live is not None and self._fits(live, size, dtype, path, home, facts):
+            return live
         if facts.get("local") and isinstance(parameter, DTensor) and local_part(parameter).size() != size:
             raise IncompleteStateError(
                 f"{self._name(path)}: each rank kept its own, of shape {tuple(size)}; now a rank holds "
@@ -560,13 +569,14 @@ class _Reading:
     def _fits(
         self,
         live: torch.Tensor,
-        entry: TensorStorageMetadata,
+        size: torch.Size,
+        dtype: torch.dtype,
         path: Path,
         home: _Home,
         facts: Mapping[str, Any],
     ) -> bool:
         """Whether the optimizer's own tensor is of the kind that was saved, with memory all its own."""
-        if live.size() != entry.size or live.dtype != entry.properties.dtype:
+        if live.size() != size or live.dtype != dtype:
             return False
         if self._notes is not None:
             noted = {key: value for key, value in facts.items() if key != "same"}

@@ -23,11 +23,19 @@ import torch
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint.format import PartEntry, naming
 from holdfast.checkpoint.state import module, nested, optimizer, optimizer_load
-from holdfast.checkpoint.state.adapters import GeneratorState, Stateful, TrackerState, as_stateful, flatten
+from holdfast.checkpoint.state.adapters import (
+    GeneratorState,
+    OwnEntry,
+    Stateful,
+    TrackerState,
+    as_stateful,
+    flatten,
+)
 from holdfast.checkpoint.state.division import Division
 from holdfast.checkpoint.state.gradient_state import GRADIENTS, GradientState
 from holdfast.checkpoint.state.unchanged import Known
@@ -65,6 +73,9 @@ class Tracked:
         self.held: dict[str, str] = {}
         """By part, a digest of the names that this rank held of it when the run began, and of those of which
         it had nothing. Where a save's is another, other ranks' blobs are needed, too."""
+        self.distributed: frozenset[str] = frozenset()
+        """The names of distributed parameters and buffers; below, a digest of where each of them lies."""
+        self.laid = ""
         self.looked_around = False
         """Whether a search was made for things that the script trains with but does not track."""
 
@@ -98,6 +109,14 @@ class Tracked:
         self._known = {name: Known() for name in self._built}
         self._kinds = {name: self.kind(name) for name in self._objects}
         self.held = self._names_held()
+        laid = {
+            f"{part}.{name}": f"{tensor.placements} {tensor.device_mesh.mesh.tolist()}"
+            for part, model in self.models()
+            for name, tensor in module.registered(module.members(model)).items()
+            if isinstance(tensor, DTensor)
+        }
+        self.distributed = frozenset(laid)
+        self.laid = xxhash.xxh3_64_hexdigest(repr(sorted(laid.items())).encode())
         if self.division.declared:
             self.division.settle(
                 {name: module.collect(model, name, None)[0] for name, model in self.models()}
@@ -361,6 +380,9 @@ class LeftOut(msgspec.Struct, frozen=True):
     """
 
     bits: bytes = b""
+    saved_by: dict[str, list[int]] | None = None
+    """Of what is no tensor, where as many ranks resume as saved it: which ranks had it. A rank that takes up
+    what it saved itself has looked at nothing else, and says None."""
 
     @classmethod
     def of(cls, left: Collection[str], names: Sequence[str]) -> LeftOut:
@@ -377,8 +399,15 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 def tracked_by_nobody(left_out: Iterable[LeftOut], names: Sequence[str]) -> list[str]:
     """Pure: the names that all ranks have left out."""
+    left_out = list(left_out)
     mask = functools.reduce(operator.and_, (one.mask() for one in left_out))
-    return [name for at, name in enumerate(names) if mask >> at & 1] if mask else []
+    found = [name for at, name in enumerate(names) if mask >> at & 1] if mask else []
+    others = [one.saved_by for one in left_out if one.saved_by is not None]
+    as_saved = {rank for rank, one in enumerate(left_out) if one.saved_by is None}
+    for name, ranks in others[0].items() if others else ():
+        if all(name in one for one in others) and as_saved.isdisjoint(ranks):
+            found.append(name)
+    return found
 
 
 def to_be_tracked(metadata: Metadata, *, but: Collection[str] = ()) -> list[str]:
@@ -407,7 +436,7 @@ def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collect
             problems.append(f"{key}: tracked, but not in the checkpoint")
         elif not isinstance(entry, TensorStorageMetadata):
             problems.append(f"{key}: a tensor is tracked, the checkpoint holds an object")
-        elif entry.size != tensor.size():
+        elif (entry.size_as(tensor) if isinstance(entry, OwnEntry) else entry.size) != tensor.size():
             problems.append(
                 f"{key}: shape {tuple(tensor.size())} tracked, {tuple(entry.size)} in the checkpoint"
             )
