@@ -145,6 +145,28 @@ class Matrices(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * grad / scale.sqrt())
 
 
+class Wrapping(torch.optim.AdamW):
+    """Its state_dict has a form of its own: that of AdamW in it, and an average of the weights in objects."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.average = [Factors(one.detach().clone()) for one in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for kept, parameter in zip(self.average, self.param_groups[0]["params"], strict=True):
+            kept.left = kept.left * 0.9 + parameter.detach() * 0.1
+            with torch.no_grad():
+                parameter.copy_(kept.left)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict(), "average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["inner"])
+        self.average = state["average"]
+
+
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 8))
@@ -177,8 +199,9 @@ def _trained(run_dir: Path, until: int, make: Any, *, background: bool = False) 
         lambda model: FlatOptimizer(model, 0, 1),
         lambda model: EightBit(model.parameters()),
         lambda model: Matrices(model.parameters()),
+        lambda model: Wrapping(model.parameters()),
     ],
-    ids=["flat buffers", "eight bits", "lists of matrices"],
+    ids=["flat buffers", "eight bits", "lists of matrices", "a form of its own"],
 )
 def test_optimizers_that_are_not_torchs_resume_bit_for_bit(
     tmp_path: Path, make: Any, background: bool
@@ -388,3 +411,15 @@ def test_what_is_one_tensor_is_one_tensor_again() -> None:
 def test_little_stays_where_it_was() -> None:
     state = {"small": torch.ones(10), "number": 3}
     assert nested.lift(object(), state) == ({}, state)
+
+
+def test_a_type_of_less_than_a_byte_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
+    """torch can neither plan nor write it; it says so without a name."""
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+    model = nn.Linear(2, 2)
+    model.register_buffer("codes", torch.zeros(8, dtype=torch.uint8).view(torch.uint4))
+    run.track(model=model)
+    run.start()
+    with pytest.raises(holdfast.HoldfastError, match=r"model\.codes is of torch\.uint4, which torch cannot"):
+        run.save()
+    run.close()

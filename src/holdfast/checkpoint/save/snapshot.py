@@ -64,7 +64,7 @@ from holdfast.checkpoint.state import (
     coordinates,
     has_schedule,
     in_question,
-    is_lifted,
+    has_form,
     merge,
     prove,
     rank_key,
@@ -412,7 +412,7 @@ class Snapshotter:
                 idle=frozenset(self.tracked.division.idle),
                 coordinates=coordinates(),
                 parts=collected.parts,
-                nested=any(map(is_lifted, collected.others.values())),
+                nested=any(map(has_form, collected.others.values())),
                 absent=bool(self.tracked.absent()),
             ),
         )
