@@ -151,6 +151,58 @@ def test_one_file_that_holds_all_needs_no_index(tmp_path: Path) -> None:
     assert [one.name for one in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
+def test_what_each_rank_keeps_for_itself_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    path = foreign.megatron_local(tmp_path / "theirs")
+    exported = ckpt("export", path, tmp_path / "out.safetensors")
+    assert exported.code == 2
+    assert "each of 2 ranks keeps model for itself" in exported.err
+    imported = ckpt("import", path, tmp_path / "run")
+    assert imported.code == 25
+    assert "each of 2 ranks keeps model for itself" in imported.err
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["theirs"]
+
+
+def test_an_import_that_fails_amid_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the same command can be tried again."""
+    path = foreign.torchtitan(tmp_path / "theirs")
+
+    def full(*_: object, **__: object) -> None:
+        raise holdfast.HoldfastError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(holdfast.Run, "save", full)
+        assert "the disk is full" in ckpt("import", path, tmp_path / "run").err
+    assert not (tmp_path / "run").exists()
+    done = ckpt("import", path, tmp_path / "run")
+    assert done.code == 0, done.text
+
+
+def test_diff_looks_at_what_every_rank_keeps(tmp_path: Path) -> None:
+    one, other = foreign.megatron_local(tmp_path / "a"), foreign.megatron_local(tmp_path / "b")
+    assert ckpt("diff", one, other).code == 0
+    second = other.parent.parent / "1" / other.name.replace("_0_local", "_1_local")
+    state = torch.load(second, weights_only=False)
+    state.state_dict["model"]["0.bias"][2] += 0.5
+    torch.save(state, second)
+    told = ckpt_json("diff", one, other)
+    assert [(one["name"], one["differing"]) for one in told["entries"]] == [("rank_00001.model.0.bias", 1)]
+
+
+def test_ls_believes_no_pointer_and_needs_none(tmp_path: Path) -> None:
+    path = foreign.lightning(tmp_path / "one")
+    assert "latest" not in ckpt("ls", path).out
+    foreign.kempner(tmp_path / "two")
+    listed = ckpt("ls", tmp_path / "two").out
+    assert "relies on it" not in listed
+    assert listed.splitlines()[1].endswith("latest")
+    (tmp_path / "two" / "latest").unlink()
+    (tmp_path / "two" / "latest").symlink_to("step_80")
+    assert "the link `latest` names step_80; no resume relies on it" in ckpt("ls", tmp_path / "two").out
+    foreign.megatron(tmp_path / "three")
+    (tmp_path / "three" / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\x00 iter;rm")
+    assert "holds neither a number nor `release`" in ckpt("ls", tmp_path / "three").out
+
+
 def test_diff_tells_what_differs_between_two_of_theirs(tmp_path: Path) -> None:
     one, other = foreign.lightning(tmp_path / "a"), foreign.lightning(tmp_path / "b")
     assert ckpt("diff", one, other).code == 0

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from holdfast.checkpoint.foreign import (
+    Contents,
     ForeignError,
     ForeignTensor,
     Recognised,
     StoredTensor,
     entry_of,
     examine,
+    rank_files,
     read_contents,
     recognise,
 )
@@ -158,22 +160,29 @@ class _OtherSide:
         if inspection.problems:
             told = "\n".join(f"  {problem}" for problem in inspection.problems)
             raise UsageError(f"{recognised.path} is not sound, so it is not compared:\n{told}")
+        self._found: dict[str, ForeignTensor] = {}
+        first, *others = rank_files(recognised.path) or (0,)
         try:
-            self._contents = read_contents(recognised)
+            self._contents = read_contents(recognised, first)
+            self._collect(self._contents, "")
+            for rank in others:  # each has parts of its own
+                self._collect(read_contents(recognised, rank), f"rank_{rank:05d}.")
         except ForeignError as error:
             raise UsageError(f"{recognised.path} is not sound, so it is not compared: {error}") from error
-        self._found: dict[str, ForeignTensor] = {}
-        for part, held in self._contents.parts.items():
-            self._found |= {f"{part}.{name}": one for name, one in held.tensors.items()}
+        self.stored = StoredMetadata(
+            {name: TensorEntry(one.shape, one.dtype, []) for name, one in self._found.items()}, [], {}, ""
+        )
+
+    def _collect(self, contents: Contents, prefix: str) -> None:
+        for part, held in contents.parts.items():
+            mine = {f"{part}.{name}": one for name, one in (held.tensors | held.beside).items()}
             state = held.tree.get("state") if isinstance(held.tree, dict) else None
             for parameter, entries in state.items() if isinstance(state, dict) else ():
                 for key, value in entries.items() if isinstance(entries, dict) else ():
                     one = entry_of(value) if isinstance(value, StoredTensor) else value
                     if isinstance(one, ForeignTensor):
-                        self._found[f"{part}.state.{parameter}.{key}"] = one
-        self.stored = StoredMetadata(
-            {name: TensorEntry(one.shape, one.dtype, []) for name, one in self._found.items()}, [], {}, ""
-        )
+                        mine[f"{part}.state.{parameter}.{key}"] = one
+            self._found |= {f"{prefix}{name}": one for name, one in mine.items()}
 
     def digest(self, name: str, offsets: Offsets | None) -> str:
         return f"not known of {name} {offsets}"

@@ -176,6 +176,12 @@ def _foreign_source(foreign: Recognised, part: str) -> _Weights:
     if found is None or not found.tensors:
         choice = ", ".join(name for name, one in contents.parts.items() if one.tensors) or "none"
         raise UsageError(f"{foreign.path}: cannot export {part!r}. Parts with weights: {choice}")
+    if found.of_ranks > 1:
+        raise UsageError(
+            f"{foreign.path}: each of {found.of_ranks} ranks keeps {part} for itself, so one rank's may be a "
+            f"part of the whole. Begin a run of {found.of_ranks} ranks with checkpoint.resume_from, and export "
+            "what it saves"
+        )
     tensors = found.tensors
     return _Weights(
         {name: (getattr(torch, one.dtype), one.shape) for name, one in tensors.items()},

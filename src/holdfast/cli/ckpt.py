@@ -255,7 +255,8 @@ def _standings(control: ControlDirectory | None, folder: Path) -> StandingBook |
 
     if control is not None:
         return StandingBook(control, folder)
-    root = folder.absolute().parent if (folder / "holdfast.json").exists() else folder
+    is_one = folder.is_file() or (folder / "holdfast.json").exists()
+    root = folder.absolute().parent if is_one else folder
     book = RootBook(root)
     try:
         return book if book.names() else None
@@ -289,13 +290,15 @@ def _folders_in(staging: Path) -> list[Path]:
 
 
 def _latest(folder: Path) -> str | None:
-    """The name in the `latest` hint; None if there is none."""
+    """The name in the `latest` hint; None if there is none, or a link, of which `_hints` tells."""
     from holdfast.base import escaped, read_regular
     from holdfast.checkpoint.format import LATEST
 
+    if (link := folder / LATEST).is_symlink():
+        return escaped(link.resolve().name) if link.exists() else None
     try:
         return escaped(read_regular(folder / LATEST, 4096).decode("utf-8", "replace").strip())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         return f"unreadable: {error.strerror or error}"
@@ -476,14 +479,14 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
 
     for inspection in inspections:
         name = escaped(str(inspection.directory), 4096)
-        summary = f"{inspection.files} files, {show_bytes(inspection.size)}"
+        summary = f"{plural(inspection.files, 'file')}, {show_bytes(inspection.size)}"
         if inspection.gone:
             typer.echo(f"{name}: taken away meanwhile: {escaped(inspection.gone, 2000)}")
         elif not inspection.sound:
             typer.echo(f"{name}: not sound")
         elif inspection.digests_missing:
             typer.echo(
-                f"{name}: complete, {summary}; no digests: there is no manifest, its bytes are unknown"
+                f"{name}: complete, {summary}; no digests: its bytes are unverified"
                 f"{_layout(inspection.directory)}"
             )
         else:

@@ -11,6 +11,7 @@ do nothing, an optimizer that never steps.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,11 +60,15 @@ def convert(source: Path, run_dir: Path, *, parts: list[str], names: str = "") -
         checkpoint_fresh_parts=",".join(name for name in left if contents.parts[name].kind != "dataloader"),
     )
     try:
-        run.track(**tracked)
-        run.start()
-        name = run.save(reason="imported")
-    finally:
-        run.close()
+        try:
+            run.track(**tracked)
+            run.start()
+            name = run.save(reason="imported")
+        finally:
+            run.close()
+    except BaseException:
+        shutil.rmtree(run_dir, ignore_errors=True)  # there was nothing in it before
+        raise
     path = run.settings.checkpoint_root() / str(name)
     return Imported(
         path=str(path), step=name.step, source=str(recognised.path), layout=str(recognised.layout),
@@ -94,7 +99,7 @@ def _newest_sound(source: Path) -> tuple[Recognised, list[str]]:
 
 
 def _chosen(contents: Contents, asked: list[str]) -> tuple[dict[str, ForeignPart], list[str]]:
-    from holdfast.errors import UsageError
+    from holdfast.errors import IncompleteStateError, UsageError
 
     notes: list[str] = []
     carried = {name: part for name, part in contents.parts.items() if part.kind not in ("rng", "dataloader")}
@@ -104,6 +109,13 @@ def _chosen(contents: Contents, asked: list[str]) -> tuple[dict[str, ForeignPart
         if part.kind in ("rng", "dataloader"):
             notes.append(f"{name} is not carried over: it is of the ranks and the loader that saved it")
     chosen = {name: part for name, part in carried.items() if not asked or name in asked}
+    if own := [name for name, part in chosen.items() if part.of_ranks > 1]:
+        ranks = chosen[own[0]].of_ranks
+        raise IncompleteStateError(
+            f"{contents.recognised.path} ({contents.recognised.layout}): each of {ranks} ranks keeps {own[0]} "
+            f"for itself, and an import has one rank. Begin a run of {ranks} ranks with "
+            "checkpoint.resume_from: its first save is verified"
+        )
     if odd := [name for name in [*chosen, *carried] if not name.isidentifier()]:
         raise UsageError(f"the part {odd[0]!r} has a name that nothing can be tracked by")
     if not any(part.kind == "model" for part in chosen.values()):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -345,6 +348,31 @@ def shared_out(blobs: list[dict[str, Any]], **more: Any) -> Any:
 def test_optimizers_that_do_not_go_together_are_refused(states: list[Any], told: str) -> None:
     with pytest.raises(IncompleteStateError, match=told):
         shared_out([blob(optimizer=one) for one in states], kinds={"optimizer": "optimizer"})
+
+
+@dataclass
+class Held:
+    value: object
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda value: deque([1, value]),
+        lambda value: {1, value},
+        Held,
+        lambda value: Held(torch.tensor([value])),
+        lambda value: SimpleNamespace(inner=Held(value)),
+        lambda value: defaultdict(list, {value: 1}),
+        lambda value: torch.sparse_coo_tensor([[value]], [1.0], (9,)),
+    ],
+)
+def test_what_differs_between_ranks_in_an_object_of_any_class_is_refused(hold: Any) -> None:
+    """And what is the same goes to any number of ranks."""
+    blobs = [blob(thing={"a": hold(value)}) for value in (3, 3, 4)]
+    with pytest.raises(IncompleteStateError, match=r"thing\.a.* differs between ranks 0 and 2"):
+        shared_out(blobs, kinds={"thing": "object"})
+    assert shared_out(blobs[:2], kinds={"thing": "object"}).tracked["thing"] is blobs[0]["tracked"]["thing"]
 
 
 @given(st.lists(st.sets(st.integers(0, 200)), min_size=1, max_size=5), st.integers(1, 200))

@@ -201,3 +201,61 @@ def test_a_key_of_tuples_in_tuples_does_not_end_the_process(tmp_path: Path) -> N
     opcodes = b"]" + text + b"a}N" + b"\x85" * 300_000 + b"Nsa."
     with pytest.raises(ArchiveError, match="uses a tuple as a dictionary key"):
         read_archive(pickled(tmp_path / "one.pt", opcodes))
+
+
+def doubled(kind: Any) -> Any:
+    """Sixty levels, each of which holds the one below it twice: a kilobyte that spreads out to 2^60."""
+    inner: Any = kind(1, 2)
+    for _ in range(60):
+        inner = kind(inner, inner)
+    return inner
+
+
+def within(depth: int) -> Any:
+    inner: Any = []
+    for _ in range(depth):
+        inner = {"a": inner}
+    return inner
+
+
+def in_itself() -> Any:
+    inner: dict[str, Any] = {"step": 3}
+    inner["self"] = [inner]
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        (doubled(lambda a, b: [a, b]), "far more than its bytes"),
+        (doubled(lambda a, b: (a, b)), "far more than its bytes"),
+        (doubled(lambda a, b: {"a": a, "b": b}), "far more than its bytes"),
+        (doubled(lambda a, b: Namespace(a=a, b=b)), "far more than its bytes"),
+        (in_itself(), "contains itself"),
+        (within(300), "more than 200 containers in each other"),
+        ({"w": torch.ones(1).expand(1 << 20, 1 << 22)}, "repeats the 4 bytes of data/0 far too often"),
+    ],
+    ids=["lists", "tuples", "dicts", "objects", "itself", "deep", "expanded"],
+)
+def test_a_small_file_never_makes_the_work_of_a_large_one(tree: Any, why: str, tmp_path: Path) -> None:
+    torch.save(tree, tmp_path / "one.pt")
+    with pytest.raises(ArchiveError, match=why):
+        read_archive(tmp_path / "one.pt")
+
+
+def test_what_is_shared_within_reason_is_read(tmp_path: Path) -> None:
+    settings = {"betas": (0.9, 0.95), "rows": list(range(100))}
+    torch.save({"w": torch.ones(1).expand(4, 5), "layers": [settings] * 1000}, tmp_path / "one.pt")
+    tree = read_archive(tmp_path / "one.pt").tree
+    assert len(tree["layers"]) == 1000
+    assert torch.equal(values_of(tree["w"], "w"), torch.ones(4, 5))
+
+
+@pytest.mark.parametrize("record", ["data.pkl", "byteorder", "data/0"])
+def test_a_compressed_record_is_refused_before_it_is_read(record: str, tmp_path: Path) -> None:
+    """A megabyte of zeros takes a kilobyte so; a hundred gigabytes, a hundred megabytes."""
+    torch.save({"step": 3}, tmp_path / "one.pt")
+    with zipfile.ZipFile(tmp_path / "one.pt", "a") as made:
+        made.writestr(f"one/{record}", bytes(1 << 20), zipfile.ZIP_DEFLATED)
+    with pytest.raises(ArchiveError, match="a record is compressed"):
+        read_archive(tmp_path / "one.pt")

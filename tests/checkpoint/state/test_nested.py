@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import pickle
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,6 +32,26 @@ LARGE = nested.LEAST // 4
 class Pair(NamedTuple):
     left: torch.Tensor
     right: int
+
+
+@dataclass
+class Factors:
+    left: Any
+    right: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFactors:
+    left: Any
+    right: Any = None
+
+
+class Buckets(dict[Any, Any]):
+    """With an attribute of its own."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.size = 3
 
 
 class FlatOptimizer:
@@ -122,6 +145,28 @@ class Matrices(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * grad / scale.sqrt())
 
 
+class Wrapping(torch.optim.AdamW):
+    """Its state_dict has a form of its own: that of AdamW in it, and an average of the weights in objects."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.average = [Factors(one.detach().clone()) for one in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for kept, parameter in zip(self.average, self.param_groups[0]["params"], strict=True):
+            kept.left = kept.left * 0.9 + parameter.detach() * 0.1
+            with torch.no_grad():
+                parameter.copy_(kept.left)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict(), "average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["inner"])
+        self.average = state["average"]
+
+
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 8))
@@ -154,8 +199,9 @@ def _trained(run_dir: Path, until: int, make: Any, *, background: bool = False) 
         lambda model: FlatOptimizer(model, 0, 1),
         lambda model: EightBit(model.parameters()),
         lambda model: Matrices(model.parameters()),
+        lambda model: Wrapping(model.parameters()),
     ],
-    ids=["flat buffers", "eight bits", "lists of matrices"],
+    ids=["flat buffers", "eight bits", "lists of matrices", "a form of its own"],
 )
 def test_optimizers_that_are_not_torchs_resume_bit_for_bit(
     tmp_path: Path, make: Any, background: bool
@@ -248,35 +294,132 @@ _states = st.recursive(
         st.dictionaries(st.sampled_from(["a", "b", "0", "a.b", ""]) | st.integers(0, 2), inner, max_size=3),
         st.dictionaries(st.sampled_from("xyz"), inner, max_size=3).map(OrderedDict),
         inner.map(lambda value: Pair(torch.ones(2), 3) if value is None else value),
+        inner.map(lambda value: Factors(value, [value])),
+        inner.map(lambda value: FrozenFactors(value, 1)),
+        st.dictionaries(st.sampled_from("xy"), inner, max_size=2).map(lambda one: defaultdict(list, one)),
+        inner.map(lambda value: SimpleNamespace(held=value, name="n")),
     ),
     max_leaves=8,
 )
 
 
-@given(_states)
-def test_any_state_is_the_same_after_it_was_taken_apart(state: Any) -> None:
+def again(state: Any) -> Any:
+    """After it was taken apart, stored and read."""
     tensors, left = nested.lift(object(), state)
     if not nested.is_lifted(left):
         assert left is state
         assert not tensors
-        return
+        return state
+    left = pickle.loads(pickle.dumps(left))
     targets = nested.targets("part", left, read(tensors))
     assert targets.keys() == tensors.keys()
-    for name, target in targets.items():
-        target.copy_(tensors[name])
-    again = nested.whole(left, targets)
-    assert first_difference(state, again, "state") == ""
-    assert type(again) is type(state)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(tensors[name])
+    return nested.whole(left, targets)
+
+
+@given(_states)
+def test_any_state_is_the_same_after_it_was_taken_apart(state: Any) -> None:
+    found = again(state)
+    assert first_difference(state, found, "state") == ""
+    assert type(found) is type(state)
+
+
+def lifted(state: Any) -> int:
+    """How many of its tensors are stored by themselves; the state is the same again."""
+    tensors, left = nested.lift(object(), state)
+    assert nested.is_lifted(left)
+    assert first_difference(state, again(state), "state") == ""
+    return len(tensors)
+
+
+def large() -> torch.Tensor:
+    return torch.randn(LARGE)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"s": Factors(large())},
+        lambda: {"s": FrozenFactors(large())},
+        lambda: {"s": SimpleNamespace(a=large())},
+        lambda: defaultdict(dict, {0: {"m": large()}}),
+        lambda: {"s": Buckets(a=large())},
+        lambda: {"s": nn.Parameter(large())},
+        lambda: {"s": large().requires_grad_()},
+        lambda: {(0, "a"): large()},
+        lambda: {"x" * 1000: large()},
+        lambda: {torch.float32: large(), frozenset({1}): 2},
+    ],
+    ids=["dataclass", "frozen", "namespace", "defaultdict", "subclass", "parameter", "gradient", "tuple",
+         "long", "odd key"],
+)  # fmt: skip
+def test_tensors_are_found_wherever_they_are(make: Any) -> None:
+    assert lifted(make()) == 1
+    assert all(len(name) < 400 for name in nested.lift(object(), make())[0])
+
+
+def test_keys_that_look_alike_are_told_apart() -> None:
+    state = {"a.b": large(), "a": {"b": large()}, 0: large(), "0": large()}
+    assert lifted(state) == 4
+
+
+def test_what_has_no_strides_stays_beside_what_has() -> None:
+    sparse = torch.sparse_coo_tensor([[0, 5]], [1.0, 2.0], (9,))
+    quantized = torch.quantize_per_tensor(torch.randn(5), 0.1, 0, torch.quint8)
+    assert lifted({"a": large(), "b": [sparse, torch.eye(3).to_sparse_csr(), quantized]}) == 1
+    assert lifted({"a": large(), "b": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}) == 1
+
+
+def test_a_conjugate_is_another_tensor() -> None:
+    """It lies in the same memory, and looks the same but for one bit that torch keeps of it."""
+    numbers = torch.randn(LARGE, dtype=torch.complex64)
+    assert lifted({"a": numbers, "b": numbers.conj()}) == 2
+
+
+def test_one_container_in_two_places_is_one_again() -> None:
+    both = Factors(large())
+    found = again({"a": both, "b": [both, both.left]})
+    assert found["a"] is found["b"][0]
+    assert found["b"][1] is found["a"].left
+
+
+def test_containers_in_two_places_each_are_looked_into_once() -> None:
+    """Otherwise forty levels of them would never come to an end."""
+    state: Any = [large()]
+    for _ in range(40):
+        state = [state, state]
+    found = again({"deep": state})["deep"]
+    assert found[0] is found[1]
+
+
+def test_a_state_that_contains_itself_is_left_to_pickle() -> None:
+    state: dict[str, Any] = {"a": large()}
+    state["self"] = state
+    assert nested.lift(object(), state) == ({}, state)
 
 
 def test_what_is_one_tensor_is_one_tensor_again() -> None:
     shared = torch.ones(LARGE)
-    tensors, left = nested.lift(object(), {"a": shared, "b": [shared]})
+    tensors, _ = nested.lift(object(), {"a": shared, "b": [shared]})
     assert list(tensors) == ["a"]
-    again = nested.whole(left, nested.targets("part", left, read(tensors)))
-    assert again["a"] is again["b"][0]
+    found = again({"a": shared, "b": [shared]})
+    assert found["a"] is found["b"][0]
 
 
 def test_little_stays_where_it_was() -> None:
     state = {"small": torch.ones(10), "number": 3}
     assert nested.lift(object(), state) == ({}, state)
+
+
+def test_a_type_of_less_than_a_byte_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
+    """torch can neither plan nor write it; it says so without a name."""
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+    model = nn.Linear(2, 2)
+    model.register_buffer("codes", torch.zeros(8, dtype=torch.uint8).view(torch.uint4))
+    run.track(model=model)
+    run.start()
+    with pytest.raises(holdfast.HoldfastError, match=r"model\.codes is of torch\.uint4, which torch cannot"):
+        run.save()
+    run.close()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Recognised,
         checkpoints_in,
         hints,
+        rank_files,
         recognise,
     )
     from holdfast.checkpoint.foreign.soundness import examine

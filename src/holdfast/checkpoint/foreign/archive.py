@@ -33,6 +33,13 @@ SMALL = 64 * 1024
 """Bytes that are read at a time: a DCP directory can have very many small items."""
 MAX_PICKLE_BYTES = 256 * 1024 * 1024
 MAX_DIMENSIONS = 64
+MAX_DEPTH = 200
+"""Containers in containers."""
+MAX_SPREAD = 16
+"""How much larger than its bytes a pickle's tree may be where parts of it are shared, besides `ROOM`."""
+ROOM = 4_000_000
+MAX_REPEATED = 1 << 30
+"""Bytes that the tensors of an archive may have beyond what is stored, as expanded ones have."""
 NOT_AN_ARCHIVE = (
     zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, KeyError, struct.error,
 )  # fmt: skip
@@ -127,17 +134,57 @@ def _read(zipped: zipfile.ZipFile, file: Path, fd: int, start: int) -> Archive:
         raise ArchiveError("it is a TorchScript program, which is code and no checkpoint")
     if "data.pkl" not in records:
         raise ArchiveError("it holds no data.pkl, which torch.save always writes")
+    if any(info.compress_type != zipfile.ZIP_STORED for info in records.values()):
+        raise ArchiveError("a record is compressed, which torch.save never does")
     if records["data.pkl"].file_size > MAX_PICKLE_BYTES:
         raise ArchiveError(
             f"its data.pkl has {records['data.pkl'].file_size} bytes, which is too much to read"
         )
-    if "byteorder" in records and zipped.read(records["byteorder"]) != b"little":
+    if "byteorder" in records and _is_other_order(zipped, records["byteorder"]):
         raise ArchiveError("its numbers are in another byte order than this machine's")
     archive = Archive(file)
     places = {name.removeprefix("data/"): info for name, info in records.items() if name.startswith("data/")}
-    found = read_pickle(zipped.read(records["data.pkl"]), _Calls(archive, places, fd, start).vocabulary())
-    archive.tree = found
+    data = zipped.read(records["data.pkl"])
+    archive.tree = read_pickle(data, _Calls(archive, places, fd, start).vocabulary())
+    _check_tree(archive.tree, MAX_SPREAD * len(data) + ROOM)
     return archive
+
+
+def _is_other_order(zipped: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    return info.file_size > SMALL or zipped.read(info) != b"little"
+
+
+def _check_tree(tree: Any, most: int) -> None:
+    """Refuse one that never ends, or that is out of all proportion once what is shared in it is spread out.
+
+    Whoever goes through a tree later need not think of it.
+    """
+    sizes: dict[int, int] = {}
+    """By its id, how many values are in a container; 0 while it is looked into."""
+
+    def measure(value: Any, depth: int) -> int:
+        if type(value) is Record:
+            members: Any = (value.arguments, value.state, value.items)
+        elif type(value) is dict:
+            members = value.values()
+        elif type(value) in (list, tuple):
+            members = value
+        else:
+            return 1
+        if (known := sizes.get(id(value))) is not None:
+            if not known:
+                raise ArchiveError("something in it contains itself")
+            return known
+        if depth > MAX_DEPTH:
+            raise ArchiveError(f"it has more than {MAX_DEPTH} containers in each other")
+        sizes[id(value)] = 0
+        found = 1 + sum(measure(one, depth + 1) for one in members)
+        if found > most:
+            raise ArchiveError("what is shared in it would make far more than its bytes")
+        sizes[id(value)] = found
+        return found
+
+    measure(tree, 0)
 
 
 class _Calls:
@@ -148,6 +195,7 @@ class _Calls:
         self._places = places
         self._fd = fd
         self._start = start
+        self._repeated = 0
 
     def vocabulary(self) -> Vocabulary:
         calls = {
@@ -188,14 +236,18 @@ class _Calls:
         dtype = dtype or storage.dtype
         if (info := self._places.get(storage.key)) is None:
             raise PickleRefusedError(f"the values of a tensor, data/{escaped(storage.key)}, are not in it")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise PickleRefusedError("a record is compressed, which torch.save never does")
         width = WIDTHS[dtype]
         last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         if math.prod(shape) and (last + 1) * width > info.file_size:
             raise PickleRefusedError(
                 f"a tensor of shape {list(shape)} reaches beyond the {info.file_size} bytes of "
                 f"data/{escaped(storage.key)}"
+            )
+        self._repeated += max(0, math.prod(shape) * width - info.file_size)
+        if self._repeated > MAX_REPEATED:
+            raise PickleRefusedError(
+                f"a tensor of shape {list(shape)} repeats the {info.file_size} bytes of "
+                f"data/{escaped(storage.key)} far too often"
             )
         at = self._start + _data_of(self._fd, self._start, info) + offset * width
         made = StoredTensor(self._archive.file, dtype, shape, at, stride, storage.key)

@@ -39,6 +39,7 @@ from holdfast.checkpoint.format import (
     Problem,
     Progress,
     Reason,
+    Record,
     check_structure,
 )
 
@@ -213,19 +214,20 @@ def _stretch(fd: int, start: int, length: int) -> Iterator[bytes]:
         yield block
 
 
-def _weighty(tree: Any, depth: int = 0) -> Iterator[StoredTensor]:
+def _weighty(tree: Any, *, top: bool = True) -> Iterator[StoredTensor]:
     """The tensors in a tree that training goes on from."""
     if isinstance(tree, StoredTensor):
         yield tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            if depth or key not in _ASIDE:
-                yield from _weighty(value, depth + 1)
-    elif isinstance(tree, list | tuple) and depth < 100:
+            if not top or key not in _ASIDE:
+                yield from _weighty(value, top=False)
+    elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _weighty(value, depth + 1)
-    elif hasattr(tree, "state") and depth < 100:  # an object, as it was stored
-        yield from _weighty(tree.state, depth + 1)
+            yield from _weighty(value, top=False)
+    elif isinstance(tree, Record):
+        for value in (tree.state, tree.arguments, tree.items):
+            yield from _weighty(value, top=False)
 
 
 def _look_into_tensor_files(recognised: Recognised, files: _Files, *, quick: bool) -> None:

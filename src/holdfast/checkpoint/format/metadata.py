@@ -315,6 +315,9 @@ TIMES_INTERPRETED = 16
 """The same for the interpreter alone: measured 13.4."""
 MAX_DIMENSIONS = 64
 MAX_NUMBER = 2**63 - 1
+LEAST_CHUNK = 8
+"""Bytes of the file for each chunk, far fewer than any writer needs. Otherwise entries that share one list of
+chunks would make of a small file the work of a very large one."""
 MAX_OVERLAP_CHECKS = 200_000
 """Pairs of chunks compared for one tensor before the overlap check is given up as too dear."""
 
@@ -478,10 +481,10 @@ def parse(data: bytes) -> StoredMetadata:
             # Whatever is wrong or odd, the interpreter alone says what it is.
             with contextlib.suppress(IrregularError, PickleRefusedError, MetadataError):
                 regular = Regular(data)
-                return _convert(read_pickle(data, OF_ALL, regular), regular)
+                return _convert(read_pickle(data, OF_ALL, regular), len(data), regular)
             del regular
         _check_room(len(data), TIMES_INTERPRETED)
-        return _convert(read_pickle(data, OF_ALL))
+        return _convert(read_pickle(data, OF_ALL), len(data))
     except PickleRefusedError as error:
         raise MetadataError(str(error)) from error
     except MemoryError as error:
@@ -529,7 +532,8 @@ def _numbers(value: Any, what: str) -> Offsets:
     return value
 
 
-def _convert(value: Any, regular: Regular | None = None) -> StoredMetadata:
+def _convert(value: Any, size: int, regular: Regular | None = None) -> StoredMetadata:
+    """`size`: how many bytes said all this."""
     top = (
         _MEGATRONS_METADATA if type(value) is Record and value.cls == _MEGATRONS_METADATA else METADATA_CLASS
     )
@@ -544,7 +548,10 @@ def _convert(value: Any, regular: Regular | None = None) -> StoredMetadata:
         regular_entries = _regular_tensors(
             regular, [one for one in described.values() if type(one) is RegularEntry]
         )
+    chunks = 0
     for name, entry in described.items():
+        if LEAST_CHUNK * chunks > size:
+            raise MetadataError(f"its {size} bytes describe more chunks than they can: the first {chunks}")
         if type(name) is not str:
             raise MetadataError("an entry's name is not text")
         if type(entry) is Record and entry.cls == BYTES:
@@ -553,6 +560,8 @@ def _convert(value: Any, regular: Regular | None = None) -> StoredMetadata:
             tensors[name] = regular_entries[id(entry)]
         else:
             tensors[name] = _tensor(entry, f"entry {escaped(name)}", regular)
+        if name in tensors:
+            chunks += len(tensors[name].chunks)
     storage: dict[StorageKey, StorageEntry] = {}
     runs: list[StoredRun] = []
     for index, info in stored.items():

@@ -190,6 +190,7 @@ class SnapshotPlanner(DefaultSavePlanner):
                     _require_bytes(local_part(value))
                     create_write_items(name, value)
             raise error
+        _require_width(plan.items)
         # `storage_data` travels to the coordinator; nobody else reads it before the global plan is made.
         return dataclasses.replace(plan, storage_data=self._held(digests))
 
@@ -277,6 +278,21 @@ def _require_bytes(tensor: torch.Tensor) -> None:
             "of its own to store and does not say of which tensors it is made: give the class "
             "__tensor_flatten__ and __tensor_unflatten__"
         )
+
+
+def _require_width(items: Sequence[WriteItem]) -> None:
+    """torch can neither plan nor write what is of a type of which it does not know the width."""
+    known: set[torch.dtype] = set()
+    for item in items:
+        if item.tensor_data is None or (dtype := item.tensor_data.properties.dtype) in known:
+            continue
+        try:
+            item.tensor_storage_size()
+        except (TypeError, KeyError, RuntimeError) as error:
+            raise SaveFailedError(
+                f"{item.index.fqn} is of {dtype}, which torch cannot store. Keep its bytes as torch.uint8"
+            ) from error
+        known.add(dtype)
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> bool:

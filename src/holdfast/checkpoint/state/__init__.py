@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.state.division import Split, contents, coordinates
     from holdfast.checkpoint.state.gradient_state import GRADIENTS, is_placeholder
     from holdfast.checkpoint.state.module import LOOSE, RECORD
-    from holdfast.checkpoint.state.nested import NESTED, is_lifted
+    from holdfast.checkpoint.state.nested import NESTED
     from holdfast.checkpoint.state.optimizer import uncollected
     from holdfast.checkpoint.state.proof import Initial, Report, Subject, first_difference, merge, prove
     from holdfast.checkpoint.state.tracked import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         check_parts,
         check_strict,
         from_blob,
+        has_form,
         misfit,
         rank_key,
         to_be_tracked,

@@ -36,8 +36,10 @@ import contextlib
 import copy
 import ctypes
 import gc
+import io
 import logging
 import os
+import pickle
 import resource
 import select
 import signal
@@ -60,6 +62,7 @@ from holdfast.base import local_part
 from holdfast.checkpoint.format import FAILURES, Proof, needs_more_than_a_fork
 from holdfast.checkpoint.save import PR_SET_PDEATHSIG
 from holdfast.checkpoint.state.adapters import flatten
+from holdfast.checkpoint.state.nested import taken_apart
 from holdfast.checkpoint.state.tracked import Tracked, check_parts, check_strict, from_blob, misfit, to_blob
 from holdfast.checkpoint.state.untracked import Unheld, versions_of
 from holdfast.errors import IncompleteStateError
@@ -188,7 +191,7 @@ def first_difference(a: Any, b: Any, path: str, *, by_value: bool = False) -> st
             return path
         each = (first_difference(a[k], b[k], f"{path}.{k}", by_value=by_value) for k in a)
         return next(filter(None, each), "")
-    if isinstance(a, (list, tuple)):
+    if isinstance(a, (list, tuple, collections.deque)):
         if len(a) != len(b):
             return path
         pairs = enumerate(zip(a, b, strict=True))
@@ -196,7 +199,19 @@ def first_difference(a: Any, b: Any, path: str, *, by_value: bool = False) -> st
         return next(filter(None, each), "")
     if isinstance(a, PLAIN):
         return "" if a == b or (a != a and b != b) else path
-    return ""
+    return "" if by_value else _difference_within(a, b, path)
+
+
+def _difference_within(a: Any, b: Any, path: str) -> str:
+    """The same for objects of one class, by what pickle would store of them."""
+    if isinstance(a, (set, frozenset)):
+        return "" if a == b else path
+    one, other = taken_apart(a), taken_apart(b)
+    if one is not None and other is not None:
+        return first_difference(tuple(one)[1:], tuple(other)[1:], path) and path
+    with contextlib.suppress(Exception):
+        return "" if pickle.dumps(a) == pickle.dumps(b) else path
+    return ""  # no two states that were stored
 
 
 def _by_value(value: Any) -> Any:
@@ -215,12 +230,25 @@ def same_bits(a: Any, b: Any) -> bool:
         same = isinstance(b, DTensor) and a.placements == b.placements
         return same and same_bits(local_part(a), local_part(b))
     if isinstance(a, torch.Tensor):
+        if not (_has_strides(a) and _has_strides(b)):
+            return _as_stored(a) == _as_stored(b)
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
     return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _has_strides(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _as_stored(tensor: torch.Tensor) -> bytes:
+    """What torch.save makes of a tensor that has no strides, or not only them."""
+    file = io.BytesIO()
+    torch.save(tensor.detach().clone().cpu(), file)
+    return file.getvalue()
 
 
 def scramble(tensor: torch.Tensor) -> None:

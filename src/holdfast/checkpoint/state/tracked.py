@@ -208,6 +208,9 @@ class Tracked:
                 elif isinstance(thing, torch.optim.Optimizer) and owner is not None:
                     names = self._names_in(owner)
                     tensors[name], others[name] = optimizer.collect(name, thing, owner, names)
+                    if "packed" in others[name]:  # a form of its own, which may hold as much
+                        tensors[name], left = nested.lift(thing, others[name]["packed"])
+                        others[name] = {"packed": left}
                 else:
                     tensors[name], others[name] = nested.lift(thing, thing.state_dict())
         if self.division:
@@ -259,6 +262,8 @@ class Tracked:
                 continue  # it begins anew
             if isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 tensors[name] = optimizer.targets(name, thing, owner, others[name], metadata)
+                if nested.is_lifted(packed := others[name].get("packed")):
+                    tensors[name] = nested.targets(name, packed, metadata)
             elif nested.is_lifted(others[name]):
                 tensors[name] = nested.targets(name, others[name], metadata)
         return self.division.cut(tensors, self._owners()) if self.division else tensors
@@ -285,6 +290,9 @@ class Tracked:
         tensors = self.division.mended(tensors) if self.division else tensors
         if nested.is_lifted(others[name]):
             others = {**others, name: nested.whole(others[name], tensors.get(name, {}))}
+        elif _is_packed(others[name]):
+            packed = nested.whole(others[name]["packed"], tensors.get(name, {}))
+            others = {**others, name: {"packed": packed}}
         if isinstance(thing, nn.Module):
             module.apply(thing, name, tensors.get(name, {}), others[name], self._built.get(name))
         elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
@@ -484,6 +492,16 @@ def to_blob(value: Any, at_least: int = 0) -> torch.Tensor:
     data[-2:] = (length - len(data)).to_bytes(2, "little")
     data.extend(bytes(length - len(data)))
     return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def has_form(others: Any) -> bool:
+    """Whether what is left of a part is, or has in it, what `nested.lift` leaves."""
+    return nested.is_lifted(others) or _is_packed(others)
+
+
+def _is_packed(others: Any) -> bool:
+    """Whether an optimizer's state_dict has a form of its own, and its tensors are stored by themselves."""
+    return isinstance(others, Mapping) and others.keys() == {"packed"} and nested.is_lifted(others["packed"])
 
 
 class UnreadObjectsError(Exception):
