@@ -317,7 +317,8 @@ class Writer:
             self._drains.submit(self._drain, job, self._plans[job.plan], committed)
         else:
             self._tell_done(job)
-        self._replicas.send(committed)
+        if save.replicate:
+            self._replicas.send(committed)
         if self._leads:
             with contextlib.suppress(OSError, HoldfastError):
                 self._local.tidy(save.name)
@@ -344,7 +345,7 @@ class Writer:
                 def wait(rank: int) -> None:
                     self._exchange.await_part(rank, job, folder)
 
-                sealed, digest = local.seal(plan, manifest, name, wait)
+                sealed, digest = local.seal(plan, manifest, job.save, wait)
             else:
                 sealed, digest = self._await_seal(local, job)
             committed = local.commit(job, plan, sealed, digest, files)
