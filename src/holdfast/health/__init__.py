@@ -33,8 +33,11 @@ if TYPE_CHECKING:
         site_checks,
     )
     from holdfast.health.gpu import (
+        Gpu,
         Gpus,
+        Held,
         ask_gpus,
+        ask_holders,
         check_compute,
         check_gpus,
         judge_gpus,

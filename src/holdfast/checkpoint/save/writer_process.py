@@ -54,7 +54,7 @@ from holdfast.checkpoint.save.local import LocalCommit, LocalCommitter, ReplicaS
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal import JournalWriter, read_journal
 from holdfast.journal.events import SaveCommitted, Warned
-from holdfast.process import Gone, Stream, leave_stopping_to_the_trainer
+from holdfast.process import BESIDE, Gone, Stream, leave_stopping_to_the_trainer, step_aside
 from holdfast.record import ControlDirectory, Fence, Writing, give_up, given_up, is_busy
 
 if TYPE_CHECKING:
@@ -537,6 +537,7 @@ def main(descriptor: int) -> int:
     start, descriptors = received or (None, [])
     if not isinstance(start, Start):
         return 1
+    step_aside(BESIDE, threads=start.threads)
     Writer(start, channel, *descriptors).work()
     return 0
 
