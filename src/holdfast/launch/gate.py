@@ -319,26 +319,22 @@ class Gate:
         empty = used is not None and used < EMPTY
         if self._mode == "off" or not dead or empty or not self._has_devices():
             return
-        with self._without_fail("the look at the devices' memory"):
-            began, told = time.monotonic(), ""
-            while held := self._held_by(dead):
-                waited = time.monotonic() - began
-                who = "; ".join(map(str, held))
-                if waited >= MEMORY_PATIENCE:
-                    text = (
-                        f"{who} after {waited:.0f} s, though the processes have ended; starting all the same"
-                    )
-                    self._say(f"warning: {text}")
-                    self._note(attempt, text)
-                    self._held = held
-                    return
-                if not told:
-                    told = who
-                    self._say(f"waiting for memory of devices: {who} (at most {MEMORY_PATIENCE:.0f} s)")
-                check()
-                time.sleep(MEMORY_LOOK)
-            if told:
-                self._say(f"the devices' memory is free after {time.monotonic() - began:.1f} s")
+        began, told = time.monotonic(), False
+        while held := self._held_by(dead):
+            waited, who = time.monotonic() - began, "; ".join(map(str, held))
+            if waited >= MEMORY_PATIENCE:
+                text = f"{who} after {waited:.0f} s, though the processes have ended; starting all the same"
+                self._say(f"warning: {text}")
+                self._note(attempt, text)
+                self._held = held
+                return
+            if not told:
+                told = True
+                self._say(f"waiting for memory of devices: {who} (at most {MEMORY_PATIENCE:.0f} s)")
+            check()
+            time.sleep(MEMORY_LOOK)
+        if told:
+            self._say(f"the devices' memory is free after {time.monotonic() - began:.1f} s")
 
     def _note_use(self, gpus: Sequence[Gpu]) -> None:
         used = [gpu.memory_used for gpu in gpus]
@@ -346,7 +342,9 @@ class Gate:
         self._used = max(known, default=0) if known and len(known) == len(used) else None
 
     def _held_by(self, dead: Collection[int]) -> list[Held]:
-        return [one for one in ask_holders(MEMORY_ANSWER) or [] if one.pid in dead]
+        with self._without_fail("the look at the devices' memory"):
+            return [one for one in ask_holders(MEMORY_ANSWER) or [] if one.pid in dead]
+        return []
 
     def _note(self, attempt: int, text: str) -> None:
         with contextlib.closing(JournalWriter(self._control.journal, "gate", attempt)) as journal:
