@@ -245,6 +245,7 @@ if TYPE_CHECKING:
         clone_bytes,
         concerns,
         is_slow,
+        least_local_interval,
         mtbf_of,
         overhead,
         owned_enough,
