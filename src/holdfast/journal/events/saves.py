@@ -183,7 +183,7 @@ class Resumed(Event, tag="resumed"):
         return Rendered(f"resumed at step {self.step} from {printable(self.checkpoint)} in {took}", "good")
 
 
-KEPT = 100
+KEPT = 5000
 """How many local commits are remembered: if one comes to the root later, it was drained there."""
 
 
