@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from holdfast.health.gpu import (
         Gpu,
         Gpus,
-        Held,
+        HeldMemory,
         ask_gpus,
         ask_holders,
         check_compute,

@@ -366,7 +366,7 @@ def _flag(cell: str) -> bool | None:
 # --- who holds memory ---------------------------------------------------------------------------------------
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class HeldMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a device that a process holds, as the driver has it."""
 
     device: str
@@ -383,7 +383,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 HOLDERS = ("gpu_uuid", "pid", "used_memory")
 
 
-def ask_holders(timeout: float = FACTS_TIMEOUT) -> list[Held] | None:
+def ask_holders(timeout: float = FACTS_TIMEOUT) -> list[HeldMemory] | None:
     """Every process that computes on a device of this node; None if the driver cannot say. In a container
     without the host's process ids the driver shows none, or ids that mean nothing here."""
     answer = ask(
@@ -394,13 +394,13 @@ def ask_holders(timeout: float = FACTS_TIMEOUT) -> list[Held] | None:
     return [held for line in answer.out.splitlines() if (held := parse_holder(line)) is not None]
 
 
-def parse_holder(line: str) -> Held | None:
+def parse_holder(line: str) -> HeldMemory | None:
     """One line of the table; None if it is not one."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(HOLDERS) or not cells[1].isdigit():
         return None
     much = int(cells[2]) * 1024 * 1024 if cells[2].isdigit() else 0
-    return Held(device=cells[0], pid=int(cells[1]), nbytes=much)
+    return HeldMemory(device=cells[0], pid=int(cells[1]), nbytes=much)
 
 
 # --- names --------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from holdfast.health import (
     Gpu,
     Gpus,
     HealthStatus,
-    Held,
+    HeldMemory,
     ask_gpus,
     ask_holders,
     check_compute,
@@ -127,7 +127,7 @@ class Gate:
         self._attempts = 0
         self._used: int | None = None
         """Bytes in use on the fullest of this job's devices, after the last attempt; None if not known."""
-        self._held: list[Held] = []
+        self._held: list[HeldMemory] = []
         """What dead workers still held when the present attempt's workers started."""
         self._tried: tuple[str, ...] = ()
         """The nodes between which the network was tried out last."""
@@ -341,7 +341,7 @@ class Gate:
         known = [much for much in used if much is not None]
         self._used = max(known, default=0) if known and len(known) == len(used) else None
 
-    def _held_by(self, dead: Collection[int]) -> list[Held]:
+    def _held_by(self, dead: Collection[int]) -> list[HeldMemory]:
         with self._without_fail("the look at the devices' memory"):
             return [one for one in ask_holders(MEMORY_ANSWER) or [] if one.pid in dead]
         return []

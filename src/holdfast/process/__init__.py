@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         LAST,
         OUTLIVES,
         Companion,
-        cores_beside,
         leave_stopping_to_the_trainer,
         own_child,
         start_child,

@@ -1,5 +1,4 @@
-"""A child of ours that works beside this process: how it is started, known, spoken to, kept out of its way,
-and ended.
+"""A child of ours that works beside this process: started, known, spoken to, kept out of its way, and ended.
 
 Guarantee: nothing here waits for the child for longer than it is told to, whatever the child does.
 """

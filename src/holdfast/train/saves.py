@@ -301,7 +301,9 @@ class Saving:
             return None
         if begun.local and begun.replicate:
             self._sent = begun.name, time.monotonic() + self._settings.replication_timeout
-        self._schedule.begun(local_only=begun.local_only, nbytes=self._snapshots.planned_bytes or 0)
+        self._schedule.begun(
+            local_only=begun.local and not globally, nbytes=self._snapshots.planned_bytes or 0
+        )
         self._meter.agreed(*self._snapshots.counted)
         if begun.waited > 0.0:
             delay = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
@@ -372,9 +374,10 @@ class Saving:
 
     def _take(self, ended: Ended) -> None:
         name, diagnostic = ended.save.name, ended.save.diagnostic
-        if ended.save.local_only or ended.tier == "global" or ended.error is not None:
+        local_only = ended.save.local and not ended.save.globally
+        if local_only or ended.tier == "global" or ended.error is not None:
             self._schedule.ended(
-                local_only=ended.save.local_only,
+                local_only=local_only,
                 blocked=ended.save.blocked,
                 commit=0.0 if ended.error is not None else ended.seconds,
             )
