@@ -296,7 +296,7 @@ class Session:
         """When to save to the checkpoint root, and when to the local tier, if there is one."""
         chosen = self.settings.checkpoint
         local = chosen.non_persistent_save_interval if chosen.non_persistent_ckpt_type == "local" else 0
-        return SaveSchedule(chosen.interval, chosen.mtbf_hours, local)
+        return SaveSchedule(chosen.interval, chosen.mtbf_hours, local, chosen.non_persistent_save_share)
 
     def _make_saving(self) -> Saving:
         """What saves for this rank; on rank 0 also what deletes, and what copies to a remote."""
@@ -547,7 +547,10 @@ class Session:
 
     def save_as_due(self, due: str) -> None:
         """Do the save that is due after this step; while the state is in doubt, it stays due."""
-        self.meter.flush_at_once(self.member.journal)
+        if due == "global" or not self.schedule.chooses_locally:
+            self.meter.flush_at_once(self.member.journal)
+        elif self.meter.flush_due():
+            self.meter.flush(self.member.journal)
         self.validation.before_save()
         if why := self.validation.doubt(Severity.ODD):
             self.saving.withheld(why)

@@ -15,7 +15,7 @@ from holdfast.account.incidents import observed_costs, spread
 from holdfast.cli.app import app
 from holdfast.config.sources import load
 from holdfast.errors import UsageError
-from holdfast.journal.events import CadenceChosen
+from holdfast.journal.events import CadenceChosen, SaveCommitted
 from holdfast.policy.upkeep import DEFAULT_MTBF, DEFAULT_RESTART, Costs, choose_interval, overhead
 from kit.harness import finish, holdfast
 from kit.journals import Journal, killed_and_corrupted
@@ -124,6 +124,45 @@ def test_numbers_alone_give_a_plan() -> None:
     assert table["double"]["overhead"] == overhead(2 * chosen.interval_seconds, costs)
     assert min(table.values(), key=lambda row: row["overhead"])["interval"] == "chosen"
     assert found["warnings"] == []
+
+
+def test_both_cadences_are_planned_where_the_cost_of_local_saves_is_known() -> None:
+    assert document(*GIVEN, "--mtbf", "6")["local"] is None
+    local = ("--local-save-seconds", "0.9", "--local-blocked-seconds", "0.014")
+    found = document(*GIVEN, "--mtbf", "6", *local)["local"]
+    assert found["interval"]["steps"] == 4, "0.014 s of 0.4 s are 3.5 %: every fourth step"
+    assert found["share"] < 0.01
+    assert (
+        document(*GIVEN, "--mtbf", "6", *local, "--local-share", "0.05")["local"]["interval"]["steps"] == 3
+    ), "and no sooner than it is committed"
+    text = said(*GIVEN, "--mtbf", "6", *local)
+    assert "Save locally every 4 steps (1.6 s): 0.87% of the time, of at most 1.00%" in text
+    assert 'non_persistent_save_interval = "auto"' in text
+    assert "--local-blocked-seconds needed too" in refusal(*GIVEN, "--mtbf", "6", *local[:2])
+    assert "--local-share 0.9" in refusal(*GIVEN, "--mtbf", "6", *local, "--local-share", "0.9")
+
+
+def test_a_journal_tells_local_saves_from_those_to_the_root() -> None:
+    run = Journal()
+    run.start().steps(1, 20)
+    for step in (5, 10, 15, 20):
+        told = {"bytes": 1, "files": 1, "blocked_seconds": 0.01, "parent": None}
+        if step == 20:
+            run.write(
+                SaveCommitted(checkpoint=f"step_{step:08d}-a", step=step, seconds=0.2, tier="local", **told)
+            )
+            run.write(
+                SaveCommitted(checkpoint=f"step_{step:08d}-a", step=step, seconds=3.0, tier="global", **told)
+            )
+        else:
+            run.write(
+                SaveCommitted(checkpoint=f"step_{step:08d}-a", step=step, seconds=0.1, tier="local", **told)
+            )
+    run.write(CadenceChosen(interval=5, seconds=0.5, overhead=0.01, mtbf=0.0, evidence=["x"], tier="local"))
+    seen = observed_costs(run.lines)
+    assert seen.local_commit is not None
+    assert (seen.local_commit.median, seen.local_commit.count, seen.local_interval) == (0.1, 3, 5)
+    assert seen.interval != 5, "that of the root is another"
 
 
 def test_what_to_set_is_toml_that_the_settings_accept(tmp_path: Path) -> None:

@@ -138,6 +138,25 @@ def test_a_flood_is_cut_and_what_was_left_out_is_counted(
 
 
 @pytest.mark.usefixtures("quick")
+def test_local_saves_at_every_step_do_not_drown_out_the_rest(
+    tmp_path: Path, journal: dict[str, JournalWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    told = SavesTold(tmp_path, said.append)
+    told.follow(3, leads=True)
+    for _ in range(200):
+        journal["writer-0"].write(LOCAL)
+    journal["rank-0"].write(events.SaveStarted(checkpoint=NAME, step=7))
+    wait_until(lambda: len(said) == 2, 20, "both are told")
+    assert said[1].startswith("save scheduled")
+    monkeypatch.setattr(terminal, "OFTEN", 0.0)
+    journal["writer-0"].write(LOCAL)
+    wait_until(lambda: len(said) == 3, 20, "the next one is told")
+    assert said[2].endswith("(and 199 before it)")
+    told.close()
+
+
+@pytest.mark.usefixtures("quick")
 def test_nothing_is_printed_where_it_is_off_or_cannot_be_read(
     tmp_path: Path, journal: dict[str, JournalWriter]
 ) -> None:

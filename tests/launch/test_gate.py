@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.config.sources import load
@@ -17,7 +20,9 @@ from holdfast.journal.events import HealthFailed
 from holdfast.launch import gate as gate_module
 from holdfast.launch.gate import Gate
 from holdfast.launch.nodes.attempt import StopRun
-from holdfast.policy.evidence import DeviceError
+from holdfast.policy.diagnosis import diagnose
+from holdfast.policy.evidence import DeviceError, Evidence, WorkerEnd
+from holdfast.policy.signs import Cause
 from holdfast.record.attempts import device_errors_of, record_device_errors
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.operator import exclude, excluded
@@ -339,3 +344,122 @@ def test_the_gate_takes_less_than_a_second(tmp_path: Path) -> None:
         took.append(time.monotonic() - began)
     assert min(took) < 1.0, took
     assert not list(tmp_path.rglob(".holdfast-probe*"))
+
+
+# --- device memory that the dead still hold -----------------------------------------------------------------
+
+
+@pytest.fixture
+def remembering(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Gate, list[str], Callable[..., dict[str, str]]]:
+    """A gate on a node with two devices, what it said, and what changes who holds their memory."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("holdfast.health.gpu._installed", lambda _: False)
+    monkeypatch.setattr(gate_module, "check_compute", lambda *_, **__: [])
+    monkeypatch.setattr(gate_module, "MEMORY_LOOK", 0.01)
+    settle = functools.partial(nvidia_smi, tmp_path / "bin")
+    for name, value in settle([{}, SECOND]).items():
+        monkeypatch.setenv(name, value)
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    settings = load(keywords={"run_dir": str(tmp_path / "run")}).settings
+    said: list[str] = []
+    (tmp_path / "kmsg").write_text("")
+    gate = Gate(settings, control, say=said.append, kernel_log=tmp_path / "kmsg")
+    gate.begin("here")
+    return gate, said, settle
+
+
+FULL = {"memory.used": "73000"}
+HELD = [("GPU-bbbb", 4242, "72704")]
+
+
+def test_a_restart_waits_until_the_dead_have_given_their_memory_back(
+    tmp_path: Path, remembering: Any
+) -> None:
+    gate, said, settle = remembering
+    settle([{}, SECOND | FULL], held=HELD)
+    gate.keep_device_errors(1)
+    looks = 0
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            settle([{}, SECOND])
+
+    gate.await_memory({4242, 4243}, 2, check)
+    assert looks == 3
+    assert said[0] == "waiting for memory of devices: pid 4242 holds 71.0 GiB of GPU-bbbb (at most 30 s)"
+    assert said[1].startswith("the devices' memory is free after ")
+    assert len(said) == 2, "it is told once"
+
+
+def test_what_others_hold_is_waited_for_by_nobody(tmp_path: Path, remembering: Any) -> None:
+    gate, said, settle = remembering
+    settle([{}, SECOND | FULL], held=[("GPU-bbbb", 777, "72704")])
+    gate.await_memory({4242}, 2, lambda: pytest.fail("it waits"))
+    assert said == []
+
+
+def test_devices_that_were_found_empty_are_not_asked_again(tmp_path: Path, remembering: Any) -> None:
+    """Asking a driver may take a second, and a restart must not wait for that without need."""
+    gate, _, _ = remembering
+    gate.keep_device_errors(1)
+    gate.await_memory({4242}, 2, lambda: None)
+    asked = (tmp_path / "bin" / "asked").read_text()
+    assert "--query-gpu" in asked
+    assert "compute-apps" not in asked
+    gate.await_memory({4242}, 3, lambda: None)
+    assert "compute-apps" in (tmp_path / "bin" / "asked").read_text(), "what was true before an attempt only"
+
+
+def test_memory_that_stays_held_is_told_and_explains_what_follows(
+    tmp_path: Path, remembering: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt starts all the same; when it lacks memory, that is not the job's doing."""
+    gate, said, settle = remembering
+    monkeypatch.setattr(gate_module, "MEMORY_PATIENCE", 0.1)
+    settle([{}, SECOND | FULL], held=HELD)
+    gate.await_memory({4242}, 2, lambda: None)
+    assert said[-1].startswith("warning: pid 4242 holds 71.0 GiB of GPU-bbbb after 0 s, though")
+    (warned,) = journalled(tmp_path, events.Warned)
+    assert "pid 4242 holds 71.0 GiB" in warned.message
+    (tmp_path / "run" / "attempts" / "000002").mkdir(parents=True)
+    gate.keep_device_errors(2)
+    (error,) = device_errors_of(ControlDirectory.open(tmp_path / "run"), 2)
+    assert (error.device, error.held) == ("1", 71 * 2**30)
+    end = WorkerEnd(rank=1, node="here", device="1", exit_code=1, message=OUT_OF_MEMORY)
+    found = diagnose(Evidence(ends=[end], devices=[error]))
+    assert found.cause is Cause.INFRASTRUCTURE
+    assert "pid 4242 holds 71.0 GiB" in found.message
+    other = msgspec.structs.replace(end, device="0")
+    assert diagnose(Evidence(ends=[other], devices=[error])).cause is Cause.JOB, "its own device was free"
+    assert diagnose(Evidence(ends=[end])).cause is Cause.JOB
+
+
+@pytest.mark.parametrize("answer", [{"fails": "no devices were found"}, {"hangs": True}])
+def test_a_driver_that_does_not_answer_holds_nobody_up(
+    remembering: Any, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]
+) -> None:
+    gate, said, settle = remembering
+    monkeypatch.setattr(gate_module, "MEMORY_ANSWER", 0.3)
+    settle([{}, SECOND], held=HELD, **answer)
+    began = time.monotonic()
+    gate.await_memory({4242}, 2, lambda: pytest.fail("it waits"))
+    assert time.monotonic() - began < 5
+    assert said == []
+
+
+def test_whoever_asks_for_a_stop_meanwhile_is_heard(remembering: Any) -> None:
+    gate, _, settle = remembering
+    settle([{}, SECOND | FULL], held=HELD)
+
+    def check() -> None:
+        raise StopRun(ExitCode.STOPPED, "asked", "")
+
+    with pytest.raises(StopRun):
+        gate.await_memory({4242}, 2, check)
+
+
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.process.companion import OUTLIVES, Companion, start_child
+from holdfast.process.companion import (
+    BESIDE,
+    OUTLIVES,
+    Companion,
+    cores_beside,
+    start_child,
+    step_aside,
+)
 from holdfast.process.local_wire import Gone, Packets, Stream
 from kit.harness import wait_until
 
@@ -83,3 +90,62 @@ def test_one_that_may_outlive_us_is_marked_apart_and_writes_to_its_log(tmp_path:
     assert child.wait(30) != 0
     assert "no_such_module" in log.read_text()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "ours are not blocked any longer"
+
+
+# --- out of the trainer's way -------------------------------------------------------------------------------
+
+SHOW = """
+import os, psutil, sys
+from holdfast.process import BESIDE, step_aside
+before = psutil.Process().nice()
+step_aside(BESIDE, threads=int(sys.argv[1]))
+print(psutil.Process().nice() - before, psutil.Process().ionice().value, *sorted(os.sched_getaffinity(0)))
+"""
+
+
+def shown(*around: str, threads: int = 1, **environment: str) -> list[int]:
+    """How nice a companion that stepped aside is beside its trainer (a shell, started by `around`), its
+    storage level, and its cores."""
+    # Not the last command: the shell would become it, and have no child.
+    trainer = f'"{sys.executable}" -c "$0" {threads}; exit $?'
+    command = [*around, "sh", "-c", trainer, SHOW]
+    result = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=60
+    )
+    return [int(value) for value in result.stdout.split()]
+
+
+def test_it_steps_aside_for_processors_and_storage() -> None:
+    nice, storage, *cores = shown(LOCAL_WORLD_SIZE="1")
+    assert nice == min(5, 19 - os.nice(0))
+    assert storage == 5
+    assert set(cores) == os.sched_getaffinity(0), "nobody is bound: no core is known to be spare"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_it_leaves_the_core_that_its_trainer_is_bound_to() -> None:
+    first, *others = sorted(os.sched_getaffinity(0))
+    bound = ["taskset", "-c", str(first)]
+    assert shown(*bound, LOCAL_WORLD_SIZE="1")[2:] == others
+    assert set(shown(*bound, threads=64, LOCAL_WORLD_SIZE="1")[2:]) == {first, *others}, "too few for it"
+    assert shown(*bound, LOCAL_WORLD_SIZE="2")[2:] == [first], "where the other rank is is not known"
+    assert shown(*bound, LOCAL_WORLD_SIZE="")[2:] == [first]
+
+
+def test_cores_of_other_trainers_are_not_spare() -> None:
+    own, everything = {0, 1}, range(8)
+    trainers = [{0, 1}, {2, 3}]
+    assert cores_beside(own, everything, trainers, threads=2, ranks=2) == {4, 5, 6, 7}
+    assert cores_beside(own, everything, trainers, threads=3, ranks=2) == {0, 1, 4, 5, 6, 7}
+    assert cores_beside(own, everything, trainers, threads=1, ranks=3) == own, "one is not accounted for"
+    assert cores_beside(own, everything, [{0, 1}, set(range(2, 8))], threads=1, ranks=2) == own
+
+
+def test_what_the_kernel_refuses_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    for name in ("nice", "sched_setaffinity", "sched_getaffinity"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr("psutil.Process.ionice", refuse)
+    step_aside(BESIDE)

@@ -407,7 +407,11 @@ class ObservedCosts:
     """How many seconds the attempts ran, all together."""
     failures: int
     interval: int | None
-    """Steps between saves at present."""
+    """Steps between saves to the checkpoint root at present."""
+    local_blocked: Spread | None = None
+    """How long a save to the local tier alone held training up."""
+    local_commit: Spread | None = None
+    local_interval: int | None = None
 
 
 def observed_costs(lines: list[JournalLine]) -> ObservedCosts:
@@ -420,6 +424,8 @@ def observed_costs(lines: list[JournalLine]) -> ObservedCosts:
     ]
     saves = [line.body for line in lines if isinstance(line.body, SaveCommitted)]
     local = {save.checkpoint for save in saves if save.tier == "local"}
+    rooted = {save.checkpoint for save in saves if save.tier == "global"}
+    locally = [save for save in saves if save.tier == "local" and save.checkpoint not in rooted]
     steps = [
         seconds
         for line in lines
@@ -434,6 +440,9 @@ def observed_costs(lines: list[JournalLine]) -> ObservedCosts:
         running=sum(max(0.0, attempt.last_at - attempt.first_at) for attempt in life),
         failures=len(faults),
         interval=_interval(lines, life),
+        local_blocked=spread([save.blocked_seconds for save in locally]),
+        local_commit=spread([save.seconds for save in locally]),
+        local_interval=_interval(lines, life, "local") if locally else None,
     )
 
 
@@ -450,18 +459,20 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(median(ordered), ordered[max(0, -(-len(ordered) * 9 // 10) - 1)], len(ordered))
 
 
-def _interval(lines: list[JournalLine], life: list[JournalledAttempt]) -> int | None:
+def _interval(lines: list[JournalLine], life: list[JournalledAttempt], tier: str = "global") -> int | None:
     """The newest attempt's interval: the one it chose, or else the commonest distance between its saves."""
     for attempt in reversed(life):
         chosen = [
             line.body.interval
             for line in lines
-            if line.attempt == attempt.number and isinstance(line.body, CadenceChosen)
+            if line.attempt == attempt.number
+            and isinstance(line.body, CadenceChosen)
+            and line.body.tier == tier
         ]
         if chosen:
             return chosen[-1]
         begun = [attempt.resumed.step] if attempt.resumed is not None else []
-        saved = [*begun, *(save.step for _, save in attempt.saves if save.tier == "global")]
+        saved = [*begun, *(save.step for _, save in attempt.saves if save.tier == tier)]
         gaps = [later - earlier for earlier, later in pairwise(saved) if later > earlier]
         if gaps:
             return mode(gaps)

@@ -39,7 +39,7 @@ from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, Inspectio
 from holdfast.errors import ControlError, HoldfastError, LeaseLostError
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import CopyQuarantined, CopyReadBack, Warned
-from holdfast.process import Companion, Gone, Packets, start_child
+from holdfast.process import LAST, Companion, Gone, Packets, start_child, step_aside
 from holdfast.record import (
     MAX_RECORD_BYTES,
     ControlDirectory,
@@ -174,9 +174,6 @@ STEP = 0.25
 LONGEST = 15_000
 """Most characters in a message to its trainer: one packet holds them, whichever they are."""
 PR_SET_PDEATHSIG = 1
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_LOWEST = (2 << 13) | 7
-"""The lowest best-effort level. Not the idle class: a busy disk would then never let it read."""
 
 
 class ReadBackRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -502,10 +499,7 @@ def _step_back(parent: int) -> None:
     if os.getppid() != parent:
         raise SystemExit(0)  # the trainer ended before that was arranged
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.nice(19)
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        libc.syscall(number, 1, 0, _LOWEST)
+    step_aside(LAST)
 
 
 def main() -> int:

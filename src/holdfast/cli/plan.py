@@ -52,6 +52,15 @@ def plan(
     node_mtbf: Annotated[
         float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one node.")
     ] = None,
+    local_save_seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="From the call of a local save to its commit.")
+    ] = None,
+    local_blocked_seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="How long a local save holds training up.")
+    ] = None,
+    local_share: Annotated[
+        float | None, typer.Option(metavar="PART", help="The share of time for local saves, as in 0.01.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Say how often to save: from a run's journal, from the numbers given, or both (a given number takes
@@ -70,8 +79,12 @@ def plan(
             "--step-seconds": step_seconds,
             "--restart-seconds": restart_seconds,
             "--node-mtbf": node_mtbf,
+            "--local-save-seconds": local_save_seconds,
+            "--local-blocked-seconds": local_blocked_seconds,
         }
     )
+    if local_share is not None and not 0 < local_share <= 0.5:
+        raise UsageError(f"--local-share {local_share:g}: give a number above 0 and at most 0.5")
     seen = _observed(run_dir)
     known = _costs(seen, save_seconds, blocked_seconds, step_seconds, restart_seconds)
     known["mtbf"] = _mtbf(seen, mtbf, nodes, node_mtbf)
@@ -79,6 +92,7 @@ def plan(
     chosen = choose(costs, known["mtbf"].source)
     present = interval or (seen.interval if seen is not None else None)
     found = _document(known, costs, chosen, present, given_mtbf=mtbf is not None or node_mtbf is not None)
+    found["local"] = _local(seen, costs.step, local_save_seconds, local_blocked_seconds, local_share)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)))
     else:
@@ -179,6 +193,42 @@ def _mtbf(
     return SourcedNumber(found.seconds, found.source)
 
 
+def _local(
+    seen: ObservedCosts | None,
+    step: float,
+    save: float | None,
+    blocked: float | None,
+    share: float | None,
+) -> dict[str, Any] | None:
+    """The cadence of the local tier; None if nothing is known of its saves. What they slow steps down by is
+    measured in a run only."""
+    from holdfast.policy import LOCAL_SHARE, LocalCosts, least_local_interval
+
+    commit = _known(save, seen.local_commit if seen else None, "local save")
+    held_up = _known(blocked, seen.local_blocked if seen else None, "local save")
+    if commit is None and held_up is None:
+        return None
+    if commit is None or held_up is None:
+        needed = "--local-save-seconds" if commit is None else "--local-blocked-seconds"
+        raise UsageError(f"{needed} needed too: what a local save costs is both")
+    wanted = LOCAL_SHARE if share is None else share
+    costs = LocalCosts(step=step, blocked=held_up.value, commit=commit.value)
+    steps = least_local_interval(costs, wanted)
+    return {
+        "costs": {
+            name: {"seconds": number.value, "source": number.source}
+            for name, number in (("blocked", held_up), ("commit", commit))
+        },
+        "interval": {"steps": steps, "seconds": steps * step},
+        "share": costs.share(steps),
+        "wanted_share": wanted,
+        "present": seen.local_interval if seen is not None else None,
+        "set": f"[checkpoint]\nnon_persistent_save_interval = {steps}\n",
+        "auto": '[checkpoint]\nnon_persistent_save_interval = "auto"\n'
+        + (f"non_persistent_save_share = {share:g}\n" if share is not None else ""),
+    }
+
+
 # --- what is said
 
 
@@ -268,8 +318,31 @@ def _print(known: dict[str, SourcedNumber], chosen: Cadence, document: dict[str,
     typer.echo(_indented(document["set"]["fixed"]))
     typer.echo("or, to have it chosen anew from what the run measures:")
     typer.echo(_indented(document["set"]["auto"]))
+    if document["local"] is not None:
+        _print_local(document["local"])
     for text in document["warnings"]:
         typer.echo(f"Warning: {text}.")
+
+
+def _print_local(local: dict[str, Any]) -> None:
+    from holdfast.base import duration, plural
+
+    interval = local["interval"]
+    typer.echo("To the local tier")
+    for name, words in (("blocked", "a save blocks training for"), ("commit", "a save is committed after")):
+        number = local["costs"][name]
+        typer.echo(f"  {words:<30} {duration(number['seconds']):>12}   {number['source']}")
+    typer.echo(
+        f"\nSave locally every {plural(interval['steps'], 'step')} ({duration(interval['seconds'])}): "
+        f"{local['share']:.2%} of the time, of at most {local['wanted_share']:.2%}, and what steps beside a "
+        "save take longer, which only a run can measure."
+    )
+    if local["present"]:
+        typer.echo(f"At present: every {plural(local['present'], 'step')}.")
+    typer.echo("\nTo set it:")
+    typer.echo(_indented(local["set"]))
+    typer.echo("or, to have it chosen from what the run measures, slower steps included:")
+    typer.echo(_indented(local["auto"]))
 
 
 def _indented(text: str) -> str:

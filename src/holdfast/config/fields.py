@@ -346,6 +346,7 @@ LOCAL_NEED = Need(
         "checkpoint.non_persistent_local_ckpt_dir",
         "checkpoint.non_persistent_local_ckpt_algo",
         "checkpoint.non_persistent_save_interval",
+        "checkpoint.non_persistent_save_share",
         "checkpoint.non_persistent_keep_last",
         "checkpoint.non_persistent_max_bytes",
         "checkpoint.replication_factor",
@@ -368,6 +369,11 @@ NEEDS = (
         "checkpoint.remote_root",
         "checkpoint.remote_root",
         ("checkpoint.remote_retry_seconds",),
+    ),
+    Need(
+        "checkpoint.non_persistent_save_interval",
+        'checkpoint.non_persistent_save_interval = "auto"',
+        ("checkpoint.non_persistent_save_share",),
     ),
     Need(
         "validation.check_for_spiky_loss",

@@ -203,11 +203,17 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "alike is stored once. There is no reason to change it.",
     ] = "fully_parallel"
     non_persistent_save_interval: Annotated[
-        int,
-        Meta(ge=0, le=LARGEST_COUNT),
-        "Steps between saves to the local tier; 0 means only those that go to the checkpoint root as well. "
-        "Set it lower than checkpoint.interval.",
+        Annotated[int, Meta(ge=0, le=LARGEST_COUNT)] | Literal["auto"],
+        "Steps between saves to the local tier, or `auto` to choose that from what they cost, down to every "
+        "step; 0 means only those that go to the checkpoint root as well. Set it lower than "
+        "checkpoint.interval, or to `auto` to lose a step or two at a fault.",
     ] = 0
+    non_persistent_save_share: Annotated[
+        float,
+        Meta(gt=0, le=0.5),
+        "With checkpoint.non_persistent_save_interval = `auto`: the share of training's time that saves to "
+        "the local tier may cost. Raise it where a lost step costs more than steps that are a little slower.",
+    ] = 0.01
     non_persistent_keep_last: Annotated[
         int,
         Meta(ge=2, le=64),

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
         site_checks,
     )
     from holdfast.health.gpu import (
+        Gpu,
         Gpus,
+        HeldMemory,
         ask_gpus,
+        ask_holders,
         check_compute,
         check_gpus,
         judge_gpus,

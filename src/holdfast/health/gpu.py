@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.base import size
 from holdfast.cluster import VISIBLE, visible_devices
 from holdfast.health.judgements import (
     UNCORRECTED_LIMIT,
@@ -360,6 +361,46 @@ def _with_remaps(devices: list[Gpu], timeout: float) -> list[Gpu]:
 def _flag(cell: str) -> bool | None:
     known = {"yes": True, "no": False, "1": True, "0": False}
     return known.get(cell.lower())
+
+
+# --- who holds memory ---------------------------------------------------------------------------------------
+
+
+class HeldMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a device that a process holds, as the driver has it."""
+
+    device: str
+    """Its UUID."""
+    pid: int
+    nbytes: int = 0
+    """0 if the driver does not say."""
+
+    def __str__(self) -> str:
+        much = size(self.nbytes) if self.nbytes else "memory"
+        return f"pid {self.pid} holds {much} of {self.device}"
+
+
+HOLDERS = ("gpu_uuid", "pid", "used_memory")
+
+
+def ask_holders(timeout: float = FACTS_TIMEOUT) -> list[HeldMemory] | None:
+    """Every process that computes on a device of this node; None if the driver cannot say. In a container
+    without the host's process ids the driver shows none, or ids that mean nothing here."""
+    answer = ask(
+        ["nvidia-smi", f"--query-compute-apps={','.join(HOLDERS)}", "--format=csv,noheader,nounits"], timeout
+    )
+    if answer.missing or answer.hung or answer.code != 0:
+        return None
+    return [held for line in answer.out.splitlines() if (held := parse_holder(line)) is not None]
+
+
+def parse_holder(line: str) -> HeldMemory | None:
+    """One line of the table; None if it is not one."""
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) != len(HOLDERS) or not cells[1].isdigit():
+        return None
+    much = int(cells[2]) * 1024 * 1024 if cells[2].isdigit() else 0
+    return HeldMemory(device=cells[0], pid=int(cells[1]), nbytes=much)
 
 
 # --- names --------------------------------------------------------------------------------------------------

@@ -105,6 +105,8 @@ class HoldfastAgent(LocalElasticAgent):
         self._rounds = 0
         self._warned = False
         self._oom_kills = 0
+        self._dead: set[int] = set()
+        """Pids of the last attempt's workers, and of what they had started, as far as that was seen."""
         self._in_process: InProcess | None = None
 
     # -- torch's hooks --------------------------------------------------------------------------------------
@@ -261,6 +263,7 @@ class HoldfastAgent(LocalElasticAgent):
         starter = self._context.starter
         with self._signals.interruptible():
             starter.prepare()
+            self._context.gate.await_memory(self._dead, attempt.number, self._signals.check)
         self._context.tend_starter()
         with starter.in_place_of_torch():
             pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -306,6 +309,7 @@ class HoldfastAgent(LocalElasticAgent):
             self._in_process.close()
         if workers is not None:
             dead = workers.stop(self._settings.launch.stop_grace, self._context.monitor.hearing().defer)
+            self._dead = workers.dead
             workers.forget()
             self._context.leadership.unguard()
             if not dead:

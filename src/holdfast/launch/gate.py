@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,12 @@ from holdfast.health import (
     TOKEN,
     CheckResult,
     GateAnswer,
+    Gpu,
     Gpus,
     HealthStatus,
+    HeldMemory,
     ask_gpus,
+    ask_holders,
     check_compute,
     compute_check,
     gate_network,
@@ -52,7 +55,7 @@ from holdfast.health import (
     try_ring,
 )
 from holdfast.journal import JournalWriter
-from holdfast.journal.events import HealthFailed
+from holdfast.journal.events import HealthFailed, Warned
 from holdfast.launch.nodes import StopRun, usable_devices
 from holdfast.policy import DeviceError
 from holdfast.process import guarded
@@ -75,6 +78,16 @@ AGAIN = 5.0
 """Seconds after which a node that is kept out is checked again."""
 EVIDENCE_TIMEOUT = 10.0
 """Seconds for which the driver may take, after an attempt, to say what its devices went through."""
+
+MEMORY_PATIENCE = 30.0
+"""Seconds for which a restart waits until the dead workers' device memory is free. A driver takes a second or
+two to tear a context down, many seconds where the host is busy unpinning much memory."""
+EMPTY = 512 * 1024 * 1024
+"""Bytes in use on a device on which nobody computes: what the driver keeps for itself is less."""
+MEMORY_LOOK = 0.25
+"""Seconds between two looks. A driver takes a fraction of a second to answer as well."""
+MEMORY_ANSWER = 5.0
+"""Seconds that the driver may take to say who holds memory; a node must not be held up to find that out."""
 
 MEND = "mend what failed, then run the same command"
 """What to do about a node that has no others beside it: more nodes would not help it."""
@@ -112,6 +125,10 @@ class Gate:
         self._uncorrected: dict[str, int] = {}
         self._asked: tuple[float, Gpus | None] = (0.0, None)
         self._attempts = 0
+        self._used: int | None = None
+        """Bytes in use on the fullest of this job's devices, after the last attempt; None if not known."""
+        self._held: list[HeldMemory] = []
+        """What dead workers still held when the present attempt's workers started."""
         self._tried: tuple[str, ...] = ()
         """The nodes between which the network was tried out last."""
         self._limit = settings.health.max_uncorrected_errors
@@ -217,6 +234,7 @@ class Gate:
         # `/dev` shows, so a count that differs does not prove that a device is lost.
         usable = usable_devices(devices_here(), self.node, excluded(self._control))
         ours = [gpu for gpu in gpus.devices if names.get(gpu.index) in usable]
+        self._note_use(ours)
         mine = msgspec.structs.replace(gpus, devices=ours)
         return [*judge_gpus(mine, usable, insist=False, limit=self._limit), *self._history(usable)]
 
@@ -288,6 +306,68 @@ class Gate:
             log = read_kernel_log(kmsg=self._kernel_log)
             self._before = None if log.problem else {error.identity for error in log.errors}
 
+    def await_memory(self, dead: Collection[int], attempt: int, check: Callable[[], None]) -> None:
+        """Wait, for a while, until the driver has freed the device memory of workers that are dead.
+
+        Their processes are gone, but their contexts may not be, and new workers would find too little memory.
+        Where the last look at the devices found them empty, nothing is asked. It is told once, with who holds
+        what; at the deadline the attempt starts all the same, and what was still held is evidence if it runs
+        out of memory. `check`, called while waiting, may raise what ends it.
+        """
+        self._held = []
+        used, self._used = self._used, None  # it is about to change
+        empty = used is not None and used < EMPTY
+        if self._mode == "off" or not dead or empty or not self._has_devices():
+            return
+        began, told = time.monotonic(), False
+        while held := self._held_by(dead):
+            waited, who = time.monotonic() - began, "; ".join(map(str, held))
+            if waited >= MEMORY_PATIENCE:
+                text = f"{who} after {waited:.0f} s, though the processes have ended; starting all the same"
+                self._say(f"warning: {text}")
+                self._note(attempt, text)
+                self._held = held
+                return
+            if not told:
+                told = True
+                self._say(f"waiting for memory of devices: {who} (at most {MEMORY_PATIENCE:.0f} s)")
+            check()
+            time.sleep(MEMORY_LOOK)
+        if told:
+            self._say(f"the devices' memory is free after {time.monotonic() - began:.1f} s")
+
+    def _note_use(self, gpus: Sequence[Gpu]) -> None:
+        used = [gpu.memory_used for gpu in gpus]
+        known = [much for much in used if much is not None]
+        self._used = max(known, default=0) if known and len(known) == len(used) else None
+
+    def _held_by(self, dead: Collection[int]) -> list[HeldMemory]:
+        with self._without_fail("the look at the devices' memory"):
+            return [one for one in ask_holders(MEMORY_ANSWER) or [] if one.pid in dead]
+        return []
+
+    def _note(self, attempt: int, text: str) -> None:
+        with contextlib.closing(JournalWriter(self._control.journal, "gate", attempt)) as journal:
+            journal.write(Warned(message=f"{self.node}: {text}"))
+
+    def _held_errors(self) -> list[DeviceError]:
+        """What the workers of this attempt did not get, by device."""
+        if not self._held:
+            return []
+        gpus = ask_gpus(EVIDENCE_TIMEOUT)
+        names = names_of(gpus.devices, visible_devices())
+        known = {gpu.uuid: names.get(gpu.index, "") for gpu in gpus.devices}
+        return [
+            DeviceError(
+                node=self.node,
+                device=known.get(one.device, ""),
+                at=time.time(),
+                held=one.nbytes or 1,
+                message=f"{one} when this attempt began, though it belongs to one before",
+            )
+            for one in self._held
+        ]
+
     def keep_device_errors(self, attempt: int) -> None:
         """After an attempt that failed: keep what the driver reported since it began, as evidence."""
         self.forget()
@@ -295,12 +375,15 @@ class Gate:
             if self._mode != "off" and self._has_devices():
                 errors = self.device_errors()
                 self._to_compute = self._to_compute or bool(errors)
+                errors += self._held_errors()
                 record_device_errors(self._control, attempt, self.node, errors)
 
     def device_errors(self) -> list[DeviceError]:
         gpus = ask_gpus(EVIDENCE_TIMEOUT)
         if not gpus.problem:
             self._asked = (time.monotonic(), gpus)
+            names = names_of(gpus.devices, visible_devices())
+            self._note_use([gpu for gpu in gpus.devices if gpu.index in names])
         return [*self._xids(gpus), *self._uncorrectable(gpus)]
 
     def _xids(self, gpus: Gpus) -> list[DeviceError]:

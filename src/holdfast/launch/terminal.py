@@ -25,7 +25,7 @@ from holdfast.account import Story, back_line, closing_line, incidents_of, remar
 from holdfast.base import Bounded, LineKind, LineSource, LiveLine, plural, printable, speak
 from holdfast.errors import MEANINGS, ExitCode
 from holdfast.journal import JournalLine, JournalReader
-from holdfast.journal.events import Account, SaveLines, StepsDone
+from holdfast.journal.events import Account, CopyReplicated, SaveLines, StepsDone
 from holdfast.policy import describe_end
 from holdfast.record import RECOVERY, ControlDirectory, FailureRecord, decision_path, read_record
 
@@ -183,6 +183,8 @@ LOOK = 0.5
 """Seconds between two looks, if looking takes next to no time."""
 SHARE = 0.05
 MOST_A_MINUTE = 120
+OFTEN = 5.0
+"""Seconds between two lines about local copies, which may be made at every step."""
 CATCH_UP = 1.0
 """Seconds for which an incident waits until what happened before it has been printed."""
 CLOSE = 2.0
@@ -212,6 +214,8 @@ class SavesTold:
         self._lines = SaveLines()
         self._printed: deque[float] = deque(maxlen=MOST_A_MINUTE)
         self._left_out = 0
+        self._local: dict[type, tuple[float, int]] = {}
+        """By kind of event: when a line about a local copy was printed last, and how many were not since."""
 
     def follow(self, attempt: int, *, leads: bool) -> None:
         """An attempt begins: its saves are printed here if this agent leads it, and elsewhere if not."""
@@ -286,9 +290,21 @@ class SavesTold:
             return
         for line in found:
             text = self._lines.line(line.body) if self._enabled else None
-            if text is not None and self._leads:
+            if text is not None and self._leads and (text := self._thinned(line, text)):
                 self._print(text)
             self._tell_story(line)
+
+    def _thinned(self, line: JournalLine, text: str) -> str:
+        """Of lines about local copies, one every few seconds and how many there were between; else `text`."""
+        body = line.body
+        if not isinstance(body, CopyReplicated) and getattr(body, "tier", "") != "local":
+            return text
+        last, left = self._local.get(type(body), (-OFTEN, 0))
+        if line.at < last + OFTEN:
+            self._local[type(body)] = last, left + 1
+            return ""
+        self._local[type(body)] = line.at, 0
+        return f"{text} (and {left} before it)" if left else text
 
     def _tell_story(self, line: JournalLine) -> None:
         if isinstance(line.body, StepsDone):

@@ -292,6 +292,9 @@ def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
     if end.left:
         message = f"rank {end.rank} left with exit code 0 before its peers"
         return Diagnosis(cause=Cause.JOB, message=message, root_rank=end.rank)
+    if (held := _held_back(end, evidence)) is not None:
+        message = f"{end.message}; {held.message}" if end.message else held.message
+        return Diagnosis(cause=Cause.INFRASTRUCTURE, message=message, root_rank=end.rank)
     same = _same_ranks(end, evidence)
     alike = _alike(end, evidence, same)
     found = _classify_end(end, evidence.causes)
@@ -336,6 +339,19 @@ def _alike(root: WorkerEnd, evidence: Evidence, same: int) -> bool:
 
 def _class_name(raised: Raised) -> str:
     return raised.types[0].rpartition(".")[2] if raised.types else ""
+
+
+_OF_DEVICE_MEMORY = re.compile(
+    r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError", re.IGNORECASE
+)
+
+
+def _held_back(end: WorkerEnd, evidence: Evidence) -> DeviceError | None:
+    """Memory that an earlier attempt had not given back where this rank lacked some: not the job's doing."""
+    if not any(_OF_DEVICE_MEMORY.search(text) for text in (end.message, *map(in_words, end.errors))):
+        return None
+    held = [one for one in evidence.devices if one.held and one.node == end.node]
+    return next((one for one in held if end.device in ("", one.device) or not one.device), None)
 
 
 def _error_class(end: WorkerEnd) -> str:

@@ -130,6 +130,9 @@ class DeviceError(msgspec.Struct, frozen=True, kw_only=True):
     uncorrectable: bool = False
     """Whether memory errors were counted that ECC could not correct."""
     message: str = ""
+    held: int = 0
+    """Bytes of its memory that processes of an earlier attempt still held when this one's workers started;
+    that is no error of the device, but explains why memory was short."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):

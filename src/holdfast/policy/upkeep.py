@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import StrEnum
+from statistics import median
 from typing import Literal
 
 import msgspec
@@ -271,6 +272,154 @@ def concerns(steps: int, costs: Costs) -> dict[str, str]:
             "Make saves cheaper, or raise checkpoint.interval"
         )
     return found
+
+
+# How often to save to the local tier.
+#
+# Guarantee: pure. The interval is at least one step and at least as long as a commit takes, so there is never
+# more than one local save under way for long; otherwise it is the shortest at which the saves cost at most
+# the given share of the time. It follows lasting changes and does not oscillate: between the cost at which it
+# is raised and the one at which it is lowered lies a band, and every lowering that had to be taken back
+# doubles how often the next one must have been wanted in a row. So with costs that only scatter, n decisions
+# change the interval O(log n) times.
+#
+# A local save costs the time for which it holds training up, and whatever the steps beside it take longer:
+# the copy, the digests and the commit use memory and processors that training uses too. Steps scatter anyway;
+# of a difference only what is beyond twice its standard error counts.
+
+LOCAL_SHARE = 0.01
+LOCAL_PROBE_STEPS = 5
+"""Steps before the first local save, and between the first ones, until their cost is known."""
+RAISED_TO, LOWERED_TO = 0.9, 0.8
+"""Where saves cost more than the share, the interval is raised until they cost this part of it; it is lowered
+only to one at which they cost less than the other."""
+COMMIT_PART = 0.9
+"""The interval is lowered only if a commit takes no more than this part of it."""
+PATIENCE_AT_FIRST, MOST_PATIENCE = 2, 256
+"""How many decisions in a row must want a shorter interval."""
+SETTLE = 3
+"""How many decisions after a change the steps beside saves are not held against them: they are still those
+of the interval before."""
+ENOUGH_TO_COMPARE = 5
+"""How many steps of each kind it takes to compare them."""
+
+
+class LocalCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What local saves cost, in seconds."""
+
+    step: float
+    """A step with no local save beside it."""
+    blocked: float
+    """How long a save holds up training."""
+    slowdown: float = 0.0
+    """By how much a step is longer while a save is under way."""
+    commit: float
+    """From the call of a save to its commit in the local tier."""
+    nbytes: int = 0
+    """What one rank stores."""
+
+    def sane(self) -> LocalCosts:
+        """The same, within computable bounds."""
+        return msgspec.structs.replace(
+            self,
+            step=max(_SHORTEST_STEP, _sane(self.step)),
+            blocked=min(max(0.0, self.blocked), _LONGEST),
+            slowdown=min(max(0.0, self.slowdown), _LONGEST),
+            commit=_sane(self.commit),
+        )
+
+    def of_a_save(self) -> float:
+        """Seconds that one save costs training."""
+        beside = max(1, math.ceil(self.commit / self.step * (1 - 1e-12)))
+        return self.blocked + self.slowdown * beside
+
+    def share(self, interval: int) -> float:
+        """The share of all time that saves cost, one every `interval` steps."""
+        cost = self.of_a_save()
+        return cost / (interval * self.step + cost)
+
+
+class LocalPace(msgspec.Struct, frozen=True, kw_only=True):
+    """The interval, and what the next decision must remember."""
+
+    interval: int
+    wanted: int = 0
+    """How many decisions in a row wanted a shorter one."""
+    patience: int = PATIENCE_AT_FIRST
+    lowered: bool = False
+    """Whether the last change made it shorter."""
+    settled: int = SETTLE
+    """How many decisions have passed since the last change."""
+
+
+class LocalCadence(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice, with what it rests on."""
+
+    pace: LocalPace
+    share: float
+    """The share of all time that local saves are expected to cost."""
+    evidence: list[str]
+
+
+def slowdown_of(beside: Sequence[float], clear: Sequence[float]) -> float:
+    """By how much the steps beside a save are longer than those without; 0 where that cannot be told."""
+    if min(len(beside), len(clear)) < ENOUGH_TO_COMPARE:
+        return 0.0
+    error = math.hypot(_error_of_median(beside), _error_of_median(clear))
+    return max(0.0, median(beside) - median(clear) - 2 * error)
+
+
+def _error_of_median(values: Sequence[float]) -> float:
+    """Its standard error, from the median deviation: outliers (an evaluation between steps) do not count."""
+    middle = median(values)
+    return 1.2533 * 1.4826 * median(abs(value - middle) for value in values) / math.sqrt(len(values))
+
+
+def least_local_interval(costs: LocalCosts, share: float, *, commits: float = 1.0) -> int:
+    """The shortest interval within the share; `commits`: the part of it that a commit may take."""
+    costs = costs.sane()
+    share = min(max(share, 1e-6), 1.0)
+    for_commit = costs.commit / commits / costs.step
+    for_share = costs.of_a_save() * (1 - share) / share / costs.step
+    return max(1, math.ceil(max(for_commit, for_share) * (1 - 1e-12)))
+
+
+def choose_local(costs: LocalCosts, share: float, pace: LocalPace) -> LocalCadence:
+    """Decide anew, at a save, how long the interval is from now on."""
+    costs = costs.sane()
+    present, settled = pace.interval, pace.settled >= SETTLE
+    judged = costs if settled else msgspec.structs.replace(costs, slowdown=0.0)
+    too_slow = costs.commit > present * costs.step * (1 + 1e-9)
+    shorter = least_local_interval(costs, share * LOWERED_TO, commits=COMMIT_PART)
+    if too_slow or judged.share(present) > share:
+        lowest = least_local_interval(costs, 1.0)
+        wanted = max(least_local_interval(judged, share * RAISED_TO), present + 1)
+        interval = max(lowest, min(wanted, GROWTH * present))
+        patience = min(MOST_PATIENCE, pace.patience * 2) if pace.lowered else pace.patience
+        pace = LocalPace(interval=interval, patience=patience, settled=0)
+    elif shorter < present and pace.wanted + 1 >= pace.patience:
+        pace = LocalPace(interval=shorter, patience=pace.patience, lowered=True, settled=0)
+    else:
+        again = pace.wanted + 1 if shorter < present else 0
+        pace = msgspec.structs.replace(pace, wanted=again, settled=min(SETTLE, pace.settled + 1))
+    every = plural(pace.interval, "step")
+    beside = (
+        f"a step beside it takes {duration(costs.slowdown)} longer"
+        if costs.slowdown
+        else "steps beside it take no longer"
+    )
+    evidence = [
+        f"a step takes {duration(costs.step)}; a local save blocks for {duration(costs.blocked)}, {beside}, "
+        f"and it is committed after {duration(costs.commit)}",
+        f"at most {share:.2%} of the time may go into local saves; every {every} they cost "
+        f"{costs.share(pace.interval):.2%}",
+    ]
+    if pace.interval > 1 and costs.commit > (pace.interval - 1) * costs.step:
+        evidence.append(f"not below {every}: a local save must be committed before the next is due")
+    if costs.nbytes:
+        rate = costs.nbytes / (pace.interval * costs.step)
+        evidence.append(f"each rank copies {size(costs.nbytes)} a save, {size(round(rate))} a second")
+    return LocalCadence(pace=pace, share=costs.share(pace.interval), evidence=evidence)
 
 
 # Which checkpoints are kept, and why.

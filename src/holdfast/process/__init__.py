@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from holdfast.process import proc
     from holdfast.process.companion import (
         AGENT,
+        BEHIND,
+        BESIDE,
+        LAST,
         OUTLIVES,
         Companion,
         leave_stopping_to_the_trainer,
         own_child,
         start_child,
+        step_aside,
     )
     from holdfast.process.guard import guarded
     from holdfast.process.local_wire import PACKET_LIMIT, Garbage, Gone, Listener, Packets, Stream

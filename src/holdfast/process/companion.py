@@ -1,4 +1,4 @@
-"""A child of ours that works beside this process: how it is started, known, spoken to, and ended.
+"""A child of ours that works beside this process: started, known, spoken to, kept out of its way, and ended.
 
 Guarantee: nothing here waits for the child for longer than it is told to, whatever the child does.
 """
@@ -11,9 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from holdfast.base import make_dirs
 from holdfast.process.local_wire import Packets, Stream
@@ -99,6 +99,89 @@ def start_child(
             env=outliving(module) if outlives else None,
             start_new_session=outlives,
         )
+
+
+# How a companion keeps out of the trainer's way: its priority for processors and storage, and its cores.
+#
+# Guarantee: a companion is never slower for it where nobody else wants the processor, and what training waits
+# for is not slowed down either: a trainer that waits for its writer does not compute, so nobody competes. A
+# priority only decides between two that both want to run; and a companion is moved to spare cores only where
+# those are enough for it, else they are added to the trainer's. None of this can fail: what the kernel
+# refuses stays as it was. Processes that guard liveness (keepers) never step aside.
+
+
+class Level(NamedTuple):
+    """How far a companion steps aside."""
+
+    nice: int
+    """Added to the trainer's own."""
+    storage: int
+    """Level of best effort in `ionice`'s terms, from 0 to 7; 4 is everybody's. Not the idle class: a busy
+    disk would then never let it work."""
+
+
+BESIDE = Level(5, 5)
+"""Work that a resume or a stop may soon want: committing a save, serving copies to peers."""
+BEHIND = Level(10, 6)
+"""Copies to a remote."""
+LAST = Level(19, 7)
+"""What nobody waits for."""
+
+
+def step_aside(level: Level, *, threads: int = 1) -> None:
+    """For a companion, at its start, before it has threads. `threads`: how many of them work at once."""
+    import psutil
+
+    with contextlib.suppress(OSError):
+        os.nice(level.nice)
+    with contextlib.suppress(OSError, ValueError, AttributeError, psutil.Error):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, level.storage)
+    with contextlib.suppress(OSError, ValueError, AttributeError, psutil.Error):
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, range(max(os.cpu_count() or 1, max(own) + 1)))  # less what a cpuset forbids
+        allowed = os.sched_getaffinity(0)
+        trainers = _trainers_here(allowed) if allowed != own else []
+        os.sched_setaffinity(0, cores_beside(own, allowed, trainers, threads=threads, ranks=_ranks_here()))
+
+
+def cores_beside(
+    own: Collection[int],
+    allowed: Collection[int],
+    trainers: Sequence[Collection[int]],
+    *,
+    threads: int,
+    ranks: int,
+) -> set[int]:
+    """Pure: the cores for a companion with so many threads, one for each of the node's ranks.
+
+    `own`: its trainer's; `trainers`: those of all trainers that are bound to less than what is `allowed`.
+    Unless they are all known, so are no spare cores, and the companion stays where its trainer is.
+    """
+    spare = set(allowed).difference(own, *trainers)
+    if not spare or ranks < 1 or len(trainers) < ranks:
+        return set(own)
+    return spare if len(spare) >= threads * ranks else spare | set(own)
+
+
+def _ranks_here() -> int:
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isascii() and told.isdigit() else 0
+
+
+def _trainers_here(allowed: Collection[int]) -> list[set[int]]:
+    """The cores of this node's trainers, ours and those that its parent started too, as far as they are
+    bound to some."""
+    import psutil
+
+    ours = psutil.Process(os.getppid())
+    launcher = ours.parent()
+    found = []
+    for process in [ours] if launcher is None else launcher.children():
+        with contextlib.suppress(OSError, psutil.Error):
+            cores = os.sched_getaffinity(process.pid)
+            if len(cores) < len(allowed):
+                found.append(cores)
+    return found
 
 
 class Companion(Generic[Line]):

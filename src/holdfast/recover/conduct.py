@@ -299,7 +299,7 @@ class ResumeWatch:
                     probation = line.body
                 case RunFinished():
                     finished = line.body
-                case CadenceChosen():
+                case CadenceChosen(tier="global"):
                     interval = line.body.interval
                 case DataSkipped():
                     skipped = True

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.checkpoint import ReadBack, Retainer
-from holdfast.checkpoint.copies import Where
+from holdfast.checkpoint.copies import Where, confirmed_replicas
 from holdfast.checkpoint.format import CheckpointName, ManifestError
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.remote import Drain
@@ -61,6 +61,10 @@ log = logging.getLogger("holdfast")
 
 Facts = Callable[[str | None, str], SaveFacts]
 """(parent, reason) → what the manifest says about this moment."""
+
+
+LOOK = 0.5
+"""Seconds between two looks at whether a checkpoint is on all peers."""
 
 
 class Kept(NamedTuple):
@@ -136,6 +140,12 @@ class Saving:
         """The highest step of a checkpoint that this rank knows to be committed for all ranks."""
         self.saved_step: int | None = None
         """The newest step whose state is committed or under way."""
+        self._saver.local_waits = not schedule.chooses_locally
+        self._copies: Where | None = None
+        """On rank 0: where local copies and their replicas go."""
+        self._sent: tuple[CheckpointName | None, float] = None, 0.0
+        """The last checkpoint that is replicated, and the time after which its replicas count as failed."""
+        self._looked = 0.0
         self._root = context.root
         self._control = context.control
         self._attempt = context.attempt
@@ -152,6 +162,7 @@ class Saving:
     def use_peers(self, targets: list[PeerTarget], where: Where | None = None) -> None:
         """Where replicas of this rank's local copies go; `where`, on rank 0, says it for all ranks."""
         timeout = self._settings.replication_timeout
+        self._copies = where
         self._saver.order(UsePeers(targets=targets, timeout=timeout, where=where))
 
     def mend(self, order: MendCopies) -> None:
@@ -229,6 +240,10 @@ class Saving:
             self._try_to_save(globally=False)
 
     def _try_to_save(self, *, globally: bool) -> None:
+        self._snapshots.heard = 0
+        self._snapshots.word = 2 * self._schedule.word() + (
+            self._group.is_coordinator and not self._replicates()
+        )
         try:
             self._begin("scheduled", globally=globally)
         except (LeaseLostError, IncompleteStateError):
@@ -237,6 +252,28 @@ class Saving:
             self._count(_as_failed(error), CheckpointName(self._meter.step, ""), fatal=globally)
             if globally:
                 self._raise_too_many()
+        finally:
+            self._snapshots.word = 0
+            self._schedule.heard(self._snapshots.heard // 2)
+
+    # A save at every step can be more often than replicas can be sent. If each rank then sent whatever is its
+    # newest when it is done with another, no checkpoint might ever be replicated by all. So rank 0 says which
+    # are: the next one only once the last is on all peers, or has failed. The ranks keep their own copies of
+    # the last two of these beyond their turn (copies/slots.py), so that what survives the loss of a node is
+    # one checkpoint, whole. All others live on their own nodes only.
+
+    def _replicates(self) -> bool:
+        """On rank 0: whether the copies of the save that is due are to be sent to peers."""
+        planned = 0
+        if self._schedule.chooses_locally and self._copies is not None:
+            planned = sum(len(place.targets) for place in self._copies.ranks)
+        name, until = self._sent
+        if not planned or name is None or time.monotonic() > until:
+            return True
+        if time.monotonic() < self._looked + LOOK:
+            return False
+        self._looked = time.monotonic()
+        return confirmed_replicas(self._control, name) >= planned
 
     @property
     def _parent(self) -> str | None:
@@ -253,12 +290,20 @@ class Saving:
     ) -> Save | None:
         saver, facts = self._saver, self._facts(self._parent, reason)
         name = self._snapshots.next_name(facts.step)
-        self._write(SaveStarted(checkpoint=str(name), step=facts.step, background=saver.in_background))
+        if (
+            globally or not self._schedule.chooses_locally
+        ):  # of those that may be at every step it has the ends
+            self._write(SaveStarted(checkpoint=str(name), step=facts.step, background=saver.in_background))
         begun = saver.begin(facts, diagnostic=diagnostic, must=must, globally=globally, local=local)
         self._tell_doubts()
         self._tell_skipped(saver.why_skipped, name, once=begun is not None or not globally)
         if begun is None:
             return None
+        if begun.local and begun.replicate:
+            self._sent = begun.name, time.monotonic() + self._settings.replication_timeout
+        self._schedule.begun(
+            local_only=begun.local and not globally, nbytes=self._snapshots.planned_bytes or 0
+        )
         self._meter.agreed(*self._snapshots.counted)
         if begun.waited > 0.0:
             delay = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
@@ -329,6 +374,13 @@ class Saving:
 
     def _take(self, ended: Ended) -> None:
         name, diagnostic = ended.save.name, ended.save.diagnostic
+        local_only = ended.save.local and not ended.save.globally
+        if local_only or ended.tier == "global" or ended.error is not None:
+            self._schedule.ended(
+                local_only=local_only,
+                blocked=ended.save.blocked,
+                commit=0.0 if ended.error is not None else ended.seconds,
+            )
         if ended.error is None:
             if ended.told is not None:
                 self._write(ended.told)

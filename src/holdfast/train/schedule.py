@@ -5,8 +5,10 @@ the start through a durable decision, made from what earlier attempts measured; 
 scheduled save, where the ranks are together anyway, through one key of the store. Between saves nothing is
 exchanged and the loop compares one integer.
 
-Saves to the local tier have their own interval, always a fixed one. Where both are due, one save serves both;
-what is chosen here, and measured for it, concerns the checkpoint root only.
+Saves to the local tier have their own interval. Where both are due, one save serves both. With "auto" that
+interval too is rank 0's choice, from what local saves cost training beside it; the others hear of it in the
+exchange that every save makes anyway, so that it costs nothing, however often it is. Steps that do not save
+exchange nothing.
 
 What earlier attempts measured is read once, by rank 0, at an attempt's start. Reading it never fails: what
 cannot be read is reported and left out, because a run must not end for want of an estimate. Only the ends of
@@ -28,6 +30,7 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.base import plural
 from holdfast.errors import ControlError
 from holdfast.journal import REPORTER, Event, JournalLine, JournalWriter, read_tail
 from holdfast.journal.events import CadenceChosen, SaveCommitted, StepsDone, Warned
@@ -35,13 +38,19 @@ from holdfast.policy import (
     AUTO,
     DEFAULT_RESTART,
     GROWTH,
+    LOCAL_PROBE_STEPS,
+    LOCAL_SHARE,
     NOTABLE_CHANGE,
     PROBE_STEPS,
     Cadence,
     Costs,
+    LocalCosts,
+    LocalPace,
     choose_interval,
+    choose_local,
     concerns,
     mtbf_of,
+    slowdown_of,
 )
 from holdfast.record import (
     AttemptRecord,
@@ -68,6 +77,10 @@ ENOUGH_STEPS = 5
 ATTEMPTS_READ = 3
 TAIL_BYTES = 256 * 1024
 RECENT_STEPS = 64
+LOCAL_STEPS = 16
+"""How many steps of each kind, beside a local save and without one, are compared."""
+LOOK_AGAIN = 32
+"""After so many local saves without a step that had none beside it, one is made a step later."""
 _OTHER_RANK = re.compile(r"-rank-[1-9][0-9]*-[0-9]+\.jsonl$")
 
 
@@ -77,6 +90,8 @@ class Measured:
 
     steps: list[float] = field(default_factory=list)
     """Seconds of recent steps."""
+    local_interval: int = 0
+    """Steps between local saves, as chosen last; 0 if none was."""
     saves: list[tuple[float, float]] = field(default_factory=list)
     """Recent saves to the root: seconds for which training was held up, and seconds to the commit."""
     running: float = 0.0
@@ -92,17 +107,143 @@ class CadenceDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     interval: int
     evidence: list[str]
+    local: int = 0
+    """Steps until the first local save, where that is chosen; else 0."""
+
+
+class LocalMeter:
+    """What local saves cost, as rank 0 sees it, and the interval that follows from that."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._pace = LocalPace(interval=LOCAL_PROBE_STEPS)
+        self._saves: deque[tuple[float, float]] = deque(maxlen=RECENT_SAVES)
+        self._seen = 0
+        """Local saves that were committed in this attempt."""
+        self._under_way: deque[float] = deque()
+        """When those began that are not known to have ended."""
+        self._drains = 0
+        """Saves to the root that are under way: the steps beside them say nothing about local saves."""
+        self._clear: deque[float] = deque(maxlen=LOCAL_STEPS)
+        self._beside: deque[float] = deque(maxlen=LOCAL_STEPS)
+        self._since_clear = 0
+        """How many local saves were made since there was a step without one beside it."""
+        self._nbytes = 0
+        self._mark = 0.0
+        self._kind: deque[float] | None = None
+        """Which of the two the step that is being done belongs to; None: neither."""
+
+    @property
+    def interval(self) -> int:
+        return self._pace.interval
+
+    def start(self, earlier: int) -> int:
+        """How many steps until the first save; `earlier`: the interval that the last attempt had chosen."""
+        self._pace = LocalPace(interval=earlier or LOCAL_PROBE_STEPS)
+        self.mark()
+        return self._pace.interval
+
+    # --- what is measured -----------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """A step is done, and whatever belongs to it."""
+        now = time.perf_counter()
+        if self._kind is not None:
+            self._kind.append(now - self._mark)
+        if self._kind is self._clear:
+            self._since_clear = 0
+
+    def mark(self) -> None:
+        """The next step begins."""
+        self._kind = None
+        if not self._drains:
+            self._kind = self._beside if self._under_way else self._clear
+        self._mark = time.perf_counter()
+
+    def begun(self, *, local_only: bool, nbytes: int) -> None:
+        if local_only:
+            self._nbytes = nbytes
+            self._since_clear += 1
+            self._under_way.append(time.monotonic())
+        else:
+            self._drains += 1
+
+    def ended(self, *, local_only: bool, blocked: float = 0.0, commit: float = 0.0) -> None:
+        """`commit`: seconds to the commit; 0 if the save failed."""
+        if not local_only:
+            self._drains = max(0, self._drains - 1)
+            return
+        if self._under_way:
+            self._under_way.popleft()
+        if commit:
+            self._seen += 1
+            if self._seen > 1:  # the first of a process pays for the plan, the proof and the memory
+                self._saves.append((blocked, commit))
+
+    # --- what follows ---------------------------------------------------------------------------------------
+
+    def next(self) -> tuple[int, CadenceChosen | None]:
+        """Steps until the local save after the one that is now due; an event if the interval is another."""
+        chosen = self._choose()
+        event = None
+        if chosen is not None and chosen[0] != self._pace.interval:
+            event = chosen[1]
+        if chosen is not None:
+            self._pace = chosen[2]
+        few = len(self._clear) < ENOUGH_STEPS
+        again = self._since_clear >= (2 if few else LOOK_AGAIN)
+        return self._pace.interval + again, event
+
+    def _choose(self) -> tuple[int, CadenceChosen, LocalPace] | None:
+        costs = self.costs()
+        if costs is None:
+            return None
+        found = choose_local(costs, self._share, self._pace)
+        every = found.pace.interval
+        event = CadenceChosen(
+            interval=every,
+            seconds=every * costs.step,
+            overhead=found.share,
+            mtbf=0.0,
+            evidence=found.evidence,
+            tier="local",
+        )
+        return every, event, found.pace
+
+    def costs(self) -> LocalCosts | None:
+        """None as long as too little is known."""
+        steps = self._clear if len(self._clear) >= ENOUGH_STEPS else [*self._clear, *self._beside]
+        if len(steps) < ENOUGH_STEPS or not self._saves:
+            return None
+        commit = median(commit for _, commit in self._saves)
+        if len(self._under_way) > 1:  # they are piling up
+            commit = max(commit, time.monotonic() - self._under_way[0])
+        return LocalCosts(
+            step=median(steps),
+            blocked=median(blocked for blocked, _ in self._saves),
+            slowdown=slowdown_of(self._beside, self._clear),
+            commit=commit,
+            nbytes=self._nbytes,
+        )
 
 
 class SaveSchedule:
     """One rank's view of when to save."""
 
-    def __init__(self, interval: int | Literal["auto"], mtbf_hours: float, local_interval: int = 0) -> None:
+    def __init__(
+        self,
+        interval: int | Literal["auto"],
+        mtbf_hours: float,
+        local_interval: int | Literal["auto"] = 0,
+        local_share: float = LOCAL_SHARE,
+    ) -> None:
         self.next_step = NEVER
         """The step after which the next scheduled save to the checkpoint root is due."""
         self.next_local = NEVER
         """The step after which the next scheduled save to the local tier is due."""
-        self._local_interval = local_interval
+        self._auto_local = local_interval == AUTO
+        self._local_interval = local_interval if isinstance(local_interval, int) else 0
+        self._local = LocalMeter(local_share)
         self._auto = interval == AUTO
         self._interval = interval if isinstance(interval, int) else 0
         self._given_mtbf = mtbf_hours * 3600
@@ -133,14 +274,18 @@ class SaveSchedule:
         """The run is at `step` and about to train. `earlier` is called on the rank that leads only."""
         self._leads, self._store, self._timeout, self._journal = leads, store, timeout, journal
         self._began = time.monotonic()
-        if leads and (self._auto or self._interval):
+        if leads and (self._auto or self._auto_local or self._interval):
             self._earlier = earlier()
             self._saves.extend(self._earlier.saves)
-        if self._auto and leads:
-            self._interval = decisions.decide("cadence", CadenceDecision, self._first).interval
-        elif self._auto:
-            self._interval = decisions.await_decision("cadence", CadenceDecision, timeout).interval
-        elif leads:
+        if self._auto or self._auto_local:
+            if leads:
+                decided = decisions.decide("cadence", CadenceDecision, self._first)
+            else:
+                decided = decisions.await_decision("cadence", CadenceDecision, timeout)
+            self._interval = decided.interval
+            if self._auto_local:
+                self._local_interval = decided.local
+        if leads and not self._auto:
             known = self._costs([])
             if self._earlier.restart and known is not None and len(self._saves) >= ENOUGH_SAVES:
                 # It was said before, and right after a restart it would read as if related to that.
@@ -148,15 +293,55 @@ class SaveSchedule:
             self._judge([])
         self._advance(step)
 
+    @property
+    def chooses_locally(self) -> bool:
+        """Whether the interval of local saves is chosen here."""
+        return self._auto_local
+
     def due(self, step: int) -> Literal["", "local", "global"]:
-        """Which save is due after this step; one to the root serves the local tier too."""
+        """Which save is due after this step; one to the root serves the local tier too.
+
+        To be called once a step.
+        """
+        if self._auto_local and self._leads:
+            self._local.stepped()
+            self._local.mark()
         if step >= self.next_step:
             return "global"
         return "local" if step >= self.next_local else ""
 
     def _advance_local(self, step: int) -> None:
         every = self._local_interval
-        self.next_local = (step // every + 1) * every if every else NEVER
+        if self._auto_local:
+            self.next_local = step + every
+            if self._leads:
+                self._local.mark()
+        else:
+            self.next_local = (step // every + 1) * every if every else NEVER
+
+    # --- local saves: what rank 0 tells, and what all hear --------------------------------------------------
+
+    def word(self) -> int:
+        """How many steps the local save that is due is before the next one: rank 0's word to the others."""
+        if not (self._auto_local and self._leads):
+            return 0
+        steps, event = self._local.next()
+        if event is not None:
+            self._write(event)
+        return steps
+
+    def heard(self, steps: int) -> None:
+        """What rank 0 said in the exchange of a save; 0 if there was none."""
+        if self._auto_local and steps:
+            self._local_interval = steps
+
+    def begun(self, *, local_only: bool, nbytes: int) -> None:
+        """A save is under way."""
+        self._local.begun(local_only=local_only, nbytes=nbytes)
+
+    def ended(self, *, local_only: bool, blocked: float = 0.0, commit: float = 0.0) -> None:
+        """It is over; `commit` is 0 if it failed."""
+        self._local.ended(local_only=local_only, blocked=blocked, commit=commit)
 
     def note(self, *, blocked: float, commit: float) -> None:
         """A save was committed, at this cost. Only what the leading rank notes is used."""
@@ -214,6 +399,22 @@ class SaveSchedule:
         return costs, mtbf.source
 
     def _first(self) -> CadenceDecision:
+        local = 0
+        if self._auto_local:
+            earlier = self._earlier.local_interval
+            local = self._local.start(earlier)
+            why = "as the attempt before chose" if earlier else "what local saves cost was not measured yet"
+            first = f"the first local save comes after {plural(local, 'step')}: {why}"
+            self._write(
+                CadenceChosen(
+                    interval=local, seconds=0.0, overhead=0.0, mtbf=0.0, evidence=[first], tier="local"
+                )
+            )
+        if not self._auto:
+            return CadenceDecision(interval=self._interval, evidence=[], local=local)
+        return msgspec.structs.replace(self._first_for_root(), local=local)
+
+    def _first_for_root(self) -> CadenceDecision:
         known = self._costs([])
         if known is None:
             mtbf = mtbf_of(self._earlier.running, self._earlier.failures, self._given_mtbf)
@@ -339,6 +540,9 @@ def _take(found: Measured, lines: list[JournalLine]) -> None:
         for save in committed
         if save.tier == "global"
     ]
+    chosen = [line.body for line in lines if isinstance(line.body, CadenceChosen)]
+    local = [event.interval for event in chosen if event.tier == "local"]
+    found.local_interval = found.local_interval or (local[-1] if local else 0)
     found.steps = [*steps, *found.steps][-RECENT_STEPS:]
     found.saves = [*saves, *found.saves][-RECENT_SAVES:]
 

@@ -44,8 +44,12 @@ def nvidia_smi(
     unknown: tuple[str, ...] = (),
     fails: str = "",
     hangs: bool = False,
+    held: list[tuple[str, int, str]] | None = None,
 ) -> dict[str, str]:
-    """A program of that name, first in PATH: the environment that has it. Rows are changes to `ROW`."""
+    """A program of that name, first in PATH: the environment that has it. Rows are changes to `ROW`.
+
+    `held`: who holds memory: device, pid, MiB. `folder / "asked"` has a line for each time it was asked.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvidia-smi"
     program.write_text(
@@ -54,6 +58,8 @@ import sys, time
 rows = {[ROW | row for row in rows]!r}
 remapped = {remapped or {}!r}
 asked = sys.argv[1]
+with open({str(folder / "asked")!r}, "a") as told:
+    told.write(asked + "\\n")
 if {hangs!r}:
     time.sleep(300)
 if {fails!r}:
@@ -65,7 +71,10 @@ for field in fields:
     if field in {unknown!r}:
         print(f'Field "{{field}}" is not a valid field to query.')
         sys.exit(2)
-if name == "--query-gpu":
+if name == "--query-compute-apps":
+    for row in {held or []!r}:
+        print(", ".join(map(str, row)))
+elif name == "--query-gpu":
     for row in rows:
         print(", ".join(row.get(field, row["clocks_event_reasons.active"]) for field in fields))
 else:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         LocalTier,
         Rules,
         Where,
+        confirmed_replicas,
         judge,
         look,
         read_recorded,

@@ -52,7 +52,14 @@ from holdfast.checkpoint.copies.wire import (
 from holdfast.errors import PeerError
 from holdfast.journal import Event, JournalWriter
 from holdfast.journal.events import CopiesDropped, CopyQuarantined, Warned
-from holdfast.process import Companion, Packets, leave_stopping_to_the_trainer, start_child
+from holdfast.process import (
+    BESIDE,
+    Companion,
+    Packets,
+    leave_stopping_to_the_trainer,
+    start_child,
+    step_aside,
+)
 from holdfast.record import ControlDirectory, listen, run_secret, to_cut
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -434,6 +441,7 @@ def main() -> int:
     """`python -m holdfast.checkpoint.copies.peer_process <order> <listener> <line> <parent>`: started by
     PeerHost only."""
     leave_stopping_to_the_trainer()
+    step_aside(BESIDE)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     order = msgspec.json.decode(sys.argv[1].encode(), type=PeerOrder)
     listener = socket.socket(fileno=int(sys.argv[2]))

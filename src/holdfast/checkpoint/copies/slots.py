@@ -130,6 +130,10 @@ class LocalSlots:
         self._is_free = is_free
         self._head: CheckpointName | None = None
         self._saved: deque[CheckpointName] = deque(maxlen=REMEMBERED)
+        self.replicated: deque[CheckpointName] = deque(maxlen=2)
+        """The newest that are replicated. The next one is not begun before the older of them is on all peers
+        or has failed, so one of them is whole if a node is lost; where not every save is replicated, they
+        are kept beyond their turn."""
         self._slots: list[Slot] = []
         self._made = 0
         self._reserved: Slot | None = None
@@ -150,6 +154,9 @@ class LocalSlots:
     def resumed_from(self, head: CheckpointName | None) -> None:
         """Copies of steps beyond this belong to a line that the run has left."""
         self._head = head
+        self.replicated.clear()
+        if head is not None:
+            self.replicated.append(head)
 
     # --- giving one out -------------------------------------------------------------------------------------
 
@@ -195,7 +202,8 @@ class LocalSlots:
         """No slot is free: make one, or give up a copy that is within the ones to keep."""
         made = self._make_room(size)
         self._reserved = self._take_back_first(made.own)
-        if self._reserved is None and len(self._slots) >= self._keep + SPARE:
+        behind = any(name not in list(self._saved)[-2:] for name in self.replicated)
+        if self._reserved is None and len(self._slots) >= self._keep + SPARE + behind:
             return SlotRefusal(True, f"all {len(self._slots)} slots are being drained, sent or read")
         if self._reserved is None and made.why:
             passes = any(not self._is_free(slot.index) for slot in self._slots)
@@ -222,7 +230,10 @@ class LocalSlots:
         records = self._records()
         line = [record for record in records if self.on_line(record)]
         off = [record for record in records if not self.on_line(record)]
-        return self._take_back_first([*reversed(off), *reversed(line[self._keep :])])
+        replicated = [record for record in line if record.name in self.replicated]
+        others = [record for record in line if record not in replicated]
+        beyond = [one for one in others[max(0, self._keep - len(replicated)) :] if one is not line[0]]
+        return self._take_back_first([*reversed(off), *reversed(beyond)])
 
     def _take_back_first(self, records: list[CopyRecord]) -> Slot | None:
         slots = {slot.image: slot for slot in self._slots}

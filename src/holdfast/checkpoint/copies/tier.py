@@ -69,7 +69,14 @@ from holdfast.checkpoint.format import (
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.errors import ControlError, UsageError
 from holdfast.process import is_gone
-from holdfast.record import ControlDirectory, current_epoch, read_beat, read_claim, read_timeline
+from holdfast.record import (
+    ControlDirectory,
+    current_epoch,
+    list_names,
+    read_beat,
+    read_claim,
+    read_timeline,
+)
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -461,6 +468,13 @@ def confirm_replica(control: ControlDirectory, name: CheckpointName, rank: int, 
     with contextlib.suppress(OSError):
         path.parent.mkdir(exist_ok=True)
         path.touch()
+
+
+def confirmed_replicas(control: ControlDirectory, name: CheckpointName) -> int:
+    """How many replicas of it were noted; 0 if that cannot be read."""
+    with contextlib.suppress(OSError):
+        return len(list_names(folder(control, name) / REPLICAS))
+    return 0
 
 
 def forget(control: ControlDirectory, name: CheckpointName) -> None:

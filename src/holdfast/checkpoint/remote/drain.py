@@ -38,7 +38,15 @@ from holdfast.checkpoint.remote.store import LocalCopyError, RemoteUnavailableEr
 from holdfast.errors import HoldfastError, LeaseLostError
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
-from holdfast.process import Companion, Gone, Packets, leave_stopping_to_the_trainer, start_child
+from holdfast.process import (
+    BEHIND,
+    Companion,
+    Gone,
+    Packets,
+    leave_stopping_to_the_trainer,
+    start_child,
+    step_aside,
+)
 from holdfast.record import (
     CommitRecord,
     ControlDirectory,
@@ -576,6 +584,7 @@ def main() -> int:
     """`python -m holdfast.checkpoint.remote.drain <order> <socket> <parent>`: started by Drain
     only."""
     leave_stopping_to_the_trainer()
+    step_aside(BEHIND)
     order = msgspec.json.decode(sys.argv[1].encode(), type=DrainOrder)
     with contextlib.closing(Packets[Message].at(int(sys.argv[2]), Message)) as line:
         DrainProcess(order, line, int(sys.argv[3])).run()

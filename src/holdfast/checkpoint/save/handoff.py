@@ -138,6 +138,8 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which training was held up."""
     waited: float = 0.0
     """How many of these were spent waiting for an earlier save to let go of its memory."""
+    replicate: bool = True
+    """Whether its local copies are sent to peers; the same on every rank."""
 
     @property
     def drains(self) -> bool:

@@ -17,6 +17,7 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,7 +57,7 @@ from holdfast.checkpoint.format import (
     saver_of,
 )
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.checkpoint.save.handoff import Job, MendCopies, PeerTarget, Start, UsePeers, UsePlan
+from holdfast.checkpoint.save.handoff import Job, MendCopies, PeerTarget, Save, Start, UsePeers, UsePlan
 from holdfast.checkpoint.save.image import digest_image
 from holdfast.errors import AlteredCopyError, CheckpointError, HoldfastError, SaveFailedError
 from holdfast.journal import JournalWriter
@@ -403,6 +404,8 @@ class LocalCommitter:
         self._start = start
         self._control = control
         self._fence = fence
+        self._replicated: deque[str] = deque(maxlen=2)
+        """Ids of the newest that are replicated: their manifests are kept for as long as their copies."""
         self.where = Where(ranks=[], nodes={self.tier.place: self.tier.record.node})
         self._in_use = contextlib.ExitStack()
         self._in_use.enter_context(self.tier.in_use())
@@ -469,10 +472,16 @@ class LocalCommitter:
                 return msgspec.structs.replace(manifest, files=files), digest
         return None
 
-    def seal(
-        self, plan: UsePlan, manifest: Manifest, name: CheckpointName, wait: Wait
-    ) -> tuple[Manifest, str]:
+    def seal(self, plan: UsePlan, manifest: Manifest, save: Save, wait: Wait) -> tuple[Manifest, str]:
         """For rank 0: once all parts are there and are what was declared, put it on the lineage."""
+        name, where = save.name, self.where
+        if not self._replicated and manifest.parent:
+            self._replicated.append(manifest.parent)  # what the run came from
+        if save.replicate and name.id not in self._replicated:
+            self._replicated.append(name.id)
+        else:
+            here = [msgspec.structs.replace(place, targets=[]) for place in where.ranks]
+            where = msgspec.structs.replace(where, ranks=here)
         sealed = self.sealed(name)
         if sealed is None:
             assert plan.declared is not None
@@ -482,7 +491,7 @@ class LocalCommitter:
             entry = FileEntry(path=METADATA, size=len(metadata), digest=manifests.digest_bytes(metadata))
             files = [*(file for part in parts for file in part), entry]
             sealed = msgspec.structs.replace(manifest, files=files)
-            digest = local_manifest.seal(self._control, name, sealed, metadata, self.where)
+            digest = local_manifest.seal(self._control, name, sealed, metadata, where)
         else:
             digest = manifests.encode(sealed)[1]
         record = CommitRecord(
@@ -535,7 +544,7 @@ class LocalCommitter:
         sealed: list[tuple[float, CheckpointName]] = []
         for entry in list_names(self._control.path / local_manifest.LOCAL):
             found = parse_name(entry)
-            if found is None or found == name:
+            if found is None or found == name or found.id in self._replicated:
                 continue
             try:
                 when = (self.folder(found) / MANIFEST).stat().st_mtime

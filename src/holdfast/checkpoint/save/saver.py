@@ -92,6 +92,9 @@ SLOT_POLL = 0.05
 WhenBusy = Literal["queue", "skip", "wait"]
 Tier = Literal["local", "global"]
 BUSY = "the save before it is still being written on some rank (checkpoint.when_busy = 'skip')"
+BUSY_LOCALLY = (
+    "no local copy: on some rank all memory for local copies is being written, drained, sent or read"
+)
 
 
 class SaveFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +182,8 @@ class Saver:
     has_local_tier = False
     why_skipped = ""
     """Why the last `begin` led to no save, or to no local copy."""
+    local_waits = True
+    """Whether training waits for the memory of a save to the local tier alone, if `when_busy` says so."""
 
     def __init__(self, context: SaveContext, snapshots: Snapshotter) -> None:
         self._context = context
@@ -538,8 +543,8 @@ class BackgroundSaver(Saver):
             trouble = _raising(error)
         snapshot = take(busy=busy, prepare=trouble)
         if snapshot is None and not (self._snapshots.cramped and not globally):
-            if self._when_busy == "skip" and not must:
-                self.why_skipped = BUSY
+            if (self._when_busy == "skip" or not (globally or self.local_waits)) and not must:
+                self.why_skipped = BUSY if globally or self.local_waits else BUSY_LOCALLY
                 return None
             try:
                 there = self._await_memory(wants, started + self._timeout)
@@ -561,7 +566,10 @@ class BackgroundSaver(Saver):
             globally=globally,
             asked=asked,
             waited=waited,
+            replicate=not self._snapshots.heard & 1,
         )
+        if wants.slots is not None and wants.local and save.replicate:
+            wants.slots.replicated.append(save.name)
         one = self._stage(save, snapshot, facts, wants, started)
         with self._lock:
             self._under_way[save.serial] = one

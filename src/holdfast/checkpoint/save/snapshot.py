@@ -200,6 +200,9 @@ class Snapshotter:
         """What the last proof was about besides the tracked objects."""
         self.counted = (0, 0)
         """Samples and tokens of all ranks together, at the last snapshot."""
+        self.word = self.heard = 0
+        """What this rank adds to the exchange of its next snapshots, and the sum at the last one: so rank 0
+        tells all ranks when the next local save is due (train/schedule.py)."""
         self.cramped = False
         """Whether some rank had no room for a local copy at the last `take`; the same on every rank."""
 
@@ -266,7 +269,7 @@ class Snapshotter:
                     tensors = _tensors(collected.planner, plan)
             except FAILURES as caught:
                 error = caught
-        failed, waiting, short, replanning, drift, steps, squares, samples, tokens = add_up(
+        failed, waiting, short, replanning, drift, steps, squares, samples, tokens, heard = add_up(
             self._group,
             [
                 error is not None,
@@ -278,9 +281,10 @@ class Snapshotter:
                 step * step,
                 counted.get("samples", 0),
                 counted.get("tokens", 0),
+                self.word,
             ],
         )
-        self.cramped = short > 0
+        self.cramped, self.heard = short > 0, heard
         world = self._group.world_size
         if failed:
             raise_for_all(self._group, error, name)

@@ -54,7 +54,7 @@ from holdfast.checkpoint.save.local import LocalCommit, LocalCommitter, ReplicaS
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal import JournalWriter, read_journal
 from holdfast.journal.events import SaveCommitted, Warned
-from holdfast.process import Gone, Stream, leave_stopping_to_the_trainer
+from holdfast.process import BESIDE, Gone, Stream, leave_stopping_to_the_trainer, step_aside
 from holdfast.record import ControlDirectory, Fence, Writing, give_up, given_up, is_busy
 
 if TYPE_CHECKING:
@@ -317,7 +317,8 @@ class Writer:
             self._drains.submit(self._drain, job, self._plans[job.plan], committed)
         else:
             self._tell_done(job)
-        self._replicas.send(committed)
+        if save.replicate:
+            self._replicas.send(committed)
         if self._leads:
             with contextlib.suppress(OSError, HoldfastError):
                 self._local.tidy(save.name)
@@ -344,7 +345,7 @@ class Writer:
                 def wait(rank: int) -> None:
                     self._exchange.await_part(rank, job, folder)
 
-                sealed, digest = local.seal(plan, manifest, name, wait)
+                sealed, digest = local.seal(plan, manifest, job.save, wait)
             else:
                 sealed, digest = self._await_seal(local, job)
             committed = local.commit(job, plan, sealed, digest, files)
@@ -536,6 +537,7 @@ def main(descriptor: int) -> int:
     start, descriptors = received or (None, [])
     if not isinstance(start, Start):
         return 1
+    step_aside(BESIDE, threads=start.threads)
     Writer(start, channel, *descriptors).work()
     return 0
 

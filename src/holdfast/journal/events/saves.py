@@ -135,12 +135,16 @@ class CadenceChosen(Event, tag="cadence_chosen"):
     mtbf: float
     evidence: list[str]
     warnings: list[str] = msgspec.field(default_factory=list)
+    tier: str = "global"
+    """`local`: of saves to the local tier; `overhead` is then the share of time that these alone cost, and
+    `mtbf` is 0."""
 
     def render(self) -> Rendered:
         every = f" ({duration(self.seconds)})" if self.seconds > 0 else ""
         cost = f"; expected overhead {self.overhead:.2%}" if self.overhead > 0 else ""
         warnings = [f"warning: {printable(item)}" for item in self.warnings]
-        text = f"saving every {plural(self.interval, 'step')}{every}{cost}"
+        where = " to the local tier" if self.tier == "local" else ""
+        text = f"saving{where} every {plural(self.interval, 'step')}{every}{cost}"
         style = "warning" if self.warnings else "decision"
         return Rendered(text, style, because(self.evidence) + warnings)
 
@@ -179,7 +183,7 @@ class Resumed(Event, tag="resumed"):
         return Rendered(f"resumed at step {self.step} from {printable(self.checkpoint)} in {took}", "good")
 
 
-KEPT = 100
+KEPT = 5000
 """How many local commits are remembered: if one comes to the root later, it was drained there."""
 
 

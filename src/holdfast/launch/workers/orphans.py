@@ -222,6 +222,8 @@ class Workers:
         self.pids = dict(pids)
         self.seen: dict[int, float] = {}
         """When each was first seen to have ended, in seconds since 1970."""
+        self.dead: set[int] = set()
+        """The pids that the last `stop` ended, or found ended."""
         self.left: list[Left] = []
         """What the last `stop` could not end."""
         self._orphans = orphans or Orphans(outlive=0.0)
@@ -283,6 +285,7 @@ class Workers:
                 time.sleep(pause)
             pause = min(LOOK, 2 * pause)
         ended = self.ended()
+        self.dead = {*self.pids.values(), *(process.pid for process in seen)}
         alive = {pid: rank for rank, pid in self.pids.items() if rank not in ended}
         self.left = [_left(pid, rank) for pid, rank in sorted(alive.items())]
         self.left += [_left(stray.pid, None) for stray in strays if stray.pid not in alive]
