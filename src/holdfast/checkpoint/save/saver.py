@@ -394,7 +394,7 @@ class BackgroundSaver(Saver):
             tell=tell,
         )
         self._tell = tell
-        self._told_readying = self._stepping = False
+        self._told_readying = self._told_not_ahead = self._stepping = False
         self._ready_for = 0
         """The plan for which memory is got ready, or was."""
         self._ahead = Ahead(self._tell_not_ahead)
@@ -431,6 +431,9 @@ class BackgroundSaver(Saver):
             self._ahead.add(self._memory.prepare(plan, pin=min(devices, key=str, default=None)))
 
     def _tell_not_ahead(self, why: str) -> None:
+        if self._told_not_ahead:
+            return
+        self._told_not_ahead = True
         told = (
             f"rank {self._context.group.rank}: what saves need is not got ready beside training any more "
             f"({why}); saves see to it themselves, and the first ones may take longer"
