@@ -482,6 +482,7 @@ class Saving:
         `unseen`: an error that cannot be seen from here may be on its way out, and must not be held up. Then
         too the writer finishes alone, and the interpreter waits for it at exit if there was no error.
         """
+        self._saver.no_more()
         try:
             if self._read_back is not None:
                 self._read_back.close()

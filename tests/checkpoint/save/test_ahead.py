@@ -509,7 +509,13 @@ def test_a_run_that_ends_in_the_middle_of_it_leaves_nothing_behind(
         run.begin_step()
         run.end_step()
     assert gate.reached.wait(10.0)
-    threading.Timer(0.1, gate.opened.set).start()
+    ahead = ahead_of(run)
+
+    def open_the_gate() -> None:
+        wait_until(lambda: ahead._closed, 10, "the run ends")
+        gate.opened.set()
+
+    threading.Thread(target=open_the_gate).start()
     if how == "close":
         run.close()
     else:

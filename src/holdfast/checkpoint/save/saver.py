@@ -244,6 +244,9 @@ class Saver:
         del timeout, name
         return self.poll()
 
+    def no_more(self) -> None:
+        """No save will begin any more."""
+
     def abandon(self, *, await_at_exit: float = 0.0) -> None:
         """The trainer is about to end: what is under way is finished without it."""
 
@@ -843,6 +846,9 @@ class BackgroundSaver(Saver):
         return before > 0
 
     # --- the end --------------------------------------------------------------------------------------------
+
+    def no_more(self) -> None:
+        self._ahead.stop()
 
     def abandon(self, *, await_at_exit: float = 0.0) -> None:
         with self._lock:

@@ -588,11 +588,17 @@ class Ahead:
         """Whether there is nothing left to do."""
         return not self._work
 
-    def close(self, timeout: float = LEAVE) -> Buffer | None:
-        """Do no more. Returns what a slice that does not end in time is at work on: the thread closes it."""
+    def stop(self) -> None:
+        """Begin no more slices, ever."""
         with self._changed:
-            self._closed, thread = True, self._thread
+            self._closed = True
             self._changed.notify_all()
+
+    def close(self, timeout: float = LEAVE) -> Buffer | None:
+        """Stop, and return what a slice that does not end in time is at work on: the thread closes it."""
+        self.stop()
+        with self._changed:
+            thread = self._thread
         if thread is None or thread is threading.current_thread():
             return None
         thread.join(timeout)
