@@ -180,6 +180,11 @@ class Saving:
         """The first step is about to begin."""
         self._saver.stepping()
 
+    @property
+    def ready(self) -> bool:
+        """Whether the first save will find its plan, and all that is got ready beside training."""
+        return self._planned and self._saver.ready
+
     def plans_now(self) -> bool:
         """Whether to plan the first save at this boundary, at which none is due; the same on every rank.
 

@@ -67,12 +67,8 @@ def mapped() -> bool:
     return "holdfast-staging" in Path("/proc/self/maps").read_text()
 
 
-def ready(run: holdfast.Run) -> bool:
-    return run._session.saving._planned and ahead_of(run).done
-
-
 def all_ready(run: holdfast.Run) -> None:
-    wait_until(lambda: ready(run), 20, "what saves need is there")
+    wait_until(lambda: run._session.saving.ready, 20, "what saves need is there")
 
 
 class Gate:

@@ -195,6 +195,11 @@ class Saver:
         self._snapshots = snapshots
         self._ended: list[Ended] = []
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is nothing left to get ready for the next save."""
+        return True
+
     def resumed_from(self, head: CheckpointName | None) -> None:
         """The checkpoint from which the run continues."""
 
@@ -401,6 +406,10 @@ class BackgroundSaver(Saver):
         self._ready_for = 0
         """The plan for which memory is got ready, or was."""
         self._ahead = Ahead(self._tell_not_ahead)
+
+    @property
+    def ready(self) -> bool:
+        return self._ahead.done
 
     def resumed_from(self, head: CheckpointName | None) -> None:
         if self._memory.slots is not None:
