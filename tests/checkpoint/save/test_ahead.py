@@ -114,7 +114,7 @@ def test_slices_are_done_in_order_and_none_begins_while_a_save_holds_them() -> N
     assert done == [1, 2, 3]
     ahead.add(work(4))
     wait_until(lambda: done[-1] == 4, 5, "a thread begins again")
-    assert ahead.close() is None
+    assert ahead.close(5.0) is None
 
 
 def test_a_save_waits_for_a_short_slice_and_for_a_long_one_only_if_it_needs_that_buffer() -> None:
@@ -143,7 +143,7 @@ def test_a_save_waits_for_a_short_slice_and_for_a_long_one_only_if_it_needs_that
     ends.set()
     assert ahead.leaves(mine, 5.0)
     ahead.let_go()
-    ahead.close()
+    assert ahead.close(5.0) is None
     mine.close()
     other.close()
 
@@ -613,3 +613,26 @@ def test_slots_of_a_disk_are_got_ready_too(tmp_path: Path, monkeypatch: pytest.M
     assert len(taken) == 3
     assert len(set(taken)) == 1
     assert taken[0] > PAGE
+
+
+def test_a_run_that_ends_while_its_writer_is_being_started_leaves_no_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, started = threading.Event(), []
+    original = handoff.spawn
+
+    def spawn(descriptor: int) -> Any:
+        begun.set()
+        wait_until(lambda: ahead_of(run)._closed, 10, "the run ends")
+        started.append(original(descriptor))
+        return started[-1]
+
+    monkeypatch.setattr(handoff, "spawn", spawn)
+    run = holdfast.Run(run_dir=tmp_path / "run", **NEVER)
+    run.track(model=torch.nn.Linear(8, 8))
+    run.start()
+    run.begin_step()
+    run.end_step()
+    assert begun.wait(10.0)
+    run.close()
+    assert [process.poll() for process in started] == [0]

@@ -91,6 +91,11 @@ CARRY_POLL = 0.002
 ABANDON_WAIT = 30.0
 """Seconds that a trainer ending with an error leaves a copy under way to complete."""
 
+LEAVE = 10.0
+"""Seconds that a run at its end waits for a page-locking under way, which nothing interrupts."""
+HURRY = 1.0
+"""The same for a run that ends with an error."""
+
 RESTARTS = 3
 LATE = 30.0
 """Seconds past a save's own deadline after which the writer is taken to be stuck, and ended."""
@@ -860,6 +865,7 @@ class BackgroundSaver(Saver):
         self._ahead.stop()
 
     def abandon(self, *, await_at_exit: float = 0.0) -> None:
+        busy = self._ahead.close(HURRY)
         with self._lock:
             deadline = time.monotonic() + ABANDON_WAIT
             while self._in_copy() and (left := deadline - time.monotonic()) > 0:
@@ -868,19 +874,19 @@ class BackgroundSaver(Saver):
             self._writer.abandon(await_at_exit=await_at_exit if left_alone else 0.0)
             for one in left_alone:
                 del self._under_way[one.save.serial]
-        self._let_go(tidy=False)
+        self._let_go(tidy=False, but=busy)
 
     def close(self) -> None:
         """Let the writer exit and give the memory back."""
+        busy = self._ahead.close(LEAVE)  # first: it may be starting a writer
         self._writer.close()
-        self._let_go(tidy=True)
+        self._let_go(tidy=True, but=busy)
 
-    def _let_go(self, *, tidy: bool) -> None:
+    def _let_go(self, *, tidy: bool, but: Buffer | None) -> None:
         self.boundary()
-        left = self._ahead.close()
-        if left is not None:
+        if but is not None:
             log.warning("holdfast: a driver still page-locks staging memory, which is given back after that")
-        self._memory.close(tidy=tidy, but=left)
+        self._memory.close(tidy=tidy, but=but)
 
 
 def _raising(error: BaseException) -> Callable[[CheckpointName], None]:

@@ -525,8 +525,6 @@ RESERVE = 2 * 1024**3
 NICE = 10
 """Of the thread: where training keeps every core busy, it gets a tenth of one. With less, a slice would last
 so long that the trainer's own calls for memory had to wait for it."""
-LEAVE = 10.0
-"""Seconds that an ending run waits for a page-locking under way."""
 
 
 class Ahead:
@@ -594,7 +592,7 @@ class Ahead:
             self._closed = True
             self._changed.notify_all()
 
-    def close(self, timeout: float = LEAVE) -> Buffer | None:
+    def close(self, timeout: float) -> Buffer | None:
         """Stop, and return what a slice that does not end in time is at work on: the thread closes it."""
         self.stop()
         with self._changed:
