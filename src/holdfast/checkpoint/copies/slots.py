@@ -292,38 +292,37 @@ class LocalSlots:
         """
         wanted = plan.layout.size
         if self.in_memory:
-            for slot in [slot for slot in self._slots if slot.image in self._taken() and slot.fits(wanted)]:
-                yield from self._map(slot, wanted, pin=pin)
+            for held in [slot for slot in self._slots if slot.image in self._taken() and slot.fits(wanted)]:
+                yield from self._map(held, wanted, pin=pin)
         while (slot := self._next_to_make(wanted)) is not None:
             try:
                 yield from self._make(slot, wanted, lambda: min(left(), self._room.left()))
             except (OSError, TooLittleError):
                 self._unmake(slot)
                 raise
-            if slot.buffer is None:
+            if (buffer := slot.buffer) is None:
                 continue
-            if not slot.buffer.plan and self._is_free(slot.index) and slot is not self._reserved:
-                yield from slot.buffer.frame(plan)
-            if pin is not None and slot in self._slots and not slot.buffer.locked:
-                yield slot.buffer
-                slot.buffer.lock(pin)
+            if not buffer.plan and self._is_free(slot.index) and slot is not self._reserved:
+                yield from buffer.frame(plan)
+            if pin is not None and not buffer.locked:
+                yield buffer
+                buffer.lock(pin)
 
     def _taken(self) -> set[str]:
         return {record.image for record in self._records()}
 
     def _map(self, slot: Slot, wanted: int, *, pin: torch.device | None) -> Iterator[Buffer | None]:
         """Map an image that lies there already."""
-        if slot.buffer is None:
-            slot.buffer = Buffer(slot.index, _open(slot.path))
+        buffer = slot.buffer = slot.buffer or Buffer(slot.index, _open(slot.path))
         try:
-            yield from slot.buffer.take(wanted, lambda: wanted)
+            yield from buffer.take(wanted, lambda: wanted)
         except OSError:
             slot.close()
             raise
-        slot.size = slot.buffer.there
-        if pin is not None and slot in self._slots and not slot.buffer.locked:
-            yield slot.buffer
-            slot.buffer.lock(pin)
+        slot.size = max(slot.size, buffer.there)
+        if pin is not None and not buffer.locked:
+            yield buffer
+            buffer.lock(pin)
 
     def _next_to_make(self, wanted: int) -> Slot | None:
         """The next slot to allocate; None if there are enough, or there is no room for it."""
@@ -342,15 +341,16 @@ class LocalSlots:
 
     def _make(self, slot: Slot, wanted: int, left: Callable[[], int]) -> Iterator[None]:
         if self.in_memory:
-            if slot.buffer is None:
-                slot.buffer = Buffer(slot.index, _open(slot.path))
-            yield from slot.buffer.take(wanted, lambda: left() + slot.unmade())
-            slot.size = max(slot.size, slot.buffer.there)
+            buffer = slot.buffer = slot.buffer or Buffer(slot.index, _open(slot.path))
+            yield from buffer.take(wanted, lambda: left() + slot.unmade())
+            slot.size = max(slot.size, buffer.there)
             return
         at = 0
         while at < wanted and slot.size < wanted:  # a save that comes in between allocates all of it
             descriptor = _open(slot.path)
             try:
+                if at == 0:
+                    os.ftruncate(descriptor, 0)
                 length = min(wanted - at, AT_ONCE)
                 os.posix_fallocate(descriptor, at, length)
             finally:

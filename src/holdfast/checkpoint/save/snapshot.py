@@ -929,11 +929,8 @@ class StagingMemory:
         `pin`: the device for whose sake it is to be page-locked, if there is one.
         """
         at_low_priority()
-        if self.slots is not None:
-            yield from self.slots.prepare(plan, pin=pin, left=memory_to_take)
-        if self.slots is not None and self.slots.in_memory:
-            return
-        for buffer in self._buffers:
+        in_slots = self.slots is not None and self.slots.in_memory
+        for buffer in self._buffers if not in_slots else ():
             if self._is_free(buffer.index):
                 try:
                     yield from buffer.take(plan.layout.size, memory_to_take)
@@ -946,6 +943,8 @@ class StagingMemory:
             if pin is not None and buffer.there and not buffer.locked:
                 yield buffer
                 buffer.lock(pin)
+        if self.slots is not None:
+            yield from self.slots.prepare(plan, pin=pin, left=memory_to_take)
 
     def is_there(self, wants: Wants, size: int | None) -> bool:
         """Whether a save can be staged now; a slot of this size is reserved for it, if the size is known."""
