@@ -3,6 +3,9 @@
 `async_rank.py RANK WORLD PORT DIRECTORY MIB REPEAT [LOCAL]`. Rank 0 prints JSON: for every turn the seconds
 for which each held training up (the slower rank's), and those until the checkpoint was complete. With LOCAL,
 a directory in memory, Holdfast saves to a local tier there and nowhere else, and dcp.async_save is left out.
+
+With a REPEAT of 0, the first saves of the process instead, after some steps and when all that is got ready
+beside them is there: the first, and all others after it, in order.
 """
 
 from __future__ import annotations
@@ -29,6 +32,12 @@ Timed = tuple[float, float]
 PIECE_MIB = 64
 """Of a tensor, as of Linear(4096, 4096), which the benchmarks on a GPU have too. Smaller ones than 32 MiB the
 C library may keep when they are freed, and then `dcp.async_save` is as fast as it finds them."""
+STEPS = 4
+"""Before the first save, where that is measured; the plan is made after two."""
+READY = 120.0
+"""Seconds within which all is ready then."""
+LATER = 6
+"""Saves after the first."""
 WARM = 4
 """Saves that are not counted: two for the staging buffers, four for the slots of a local tier."""
 
@@ -63,12 +72,12 @@ def timed(begin: Callable[[], object], end: Callable[[], object]) -> Timed:
     return slowest(blocked), slowest(time.perf_counter() - started)
 
 
-def local_tier(directory: str) -> dict[str, object]:
-    """A local save at the end of every step."""
+def local_tier(directory: str, *, every: int) -> dict[str, object]:
+    """Settings for local saves at the end of every so many steps; 0: only when they are called for."""
     return {
         "checkpoint_non_persistent_ckpt_type": "local",
         "checkpoint_non_persistent_local_ckpt_dir": directory,
-        "checkpoint_non_persistent_save_interval": 1,
+        "checkpoint_non_persistent_save_interval": every,
     }
 
 
@@ -88,14 +97,16 @@ def main(
         checkpoint_save_at_end=False,
         checkpoint_async_save=True,
         checkpoint_keep_last=2,
-        **(local_tier(local) if local else {}),
+        **(local_tier(local, every=1 if repeat else 0) if local else {}),
     )
     run.track(model=model)
     run.start()
     group = dist.new_group(backend="gloo")
 
     def save() -> None:
-        if local:
+        if local and repeat == 0:
+            run._session.saving.scheduled_locally()
+        elif local:
             run.begin_step()
             run.end_step()
         else:
@@ -126,6 +137,25 @@ def main(
 
         return timed(copy, lambda: None)
 
+    if repeat == 0:
+        steps = []
+        for _ in range(STEPS):
+            started = time.perf_counter()
+            run.begin_step()
+            run.end_step()
+            steps.append(slowest(time.perf_counter() - started))
+        started = time.perf_counter()
+        while not run._session.saving.ready:
+            if time.perf_counter() - started > READY:
+                raise RuntimeError(f"staging memory was not there after {READY:g} s")
+            time.sleep(0.01)
+        taken = slowest(time.perf_counter() - started)
+        first = [(max(steps), taken), *(ours() for _ in range(1 + LATER))]
+        run.close()
+        dist.destroy_process_group()
+        if rank == 0:
+            print(json.dumps({"ours": first}))
+        return
     found: dict[str, list[Timed]] = {"ours": [], "dcp": [], "copy": []}
     for turn in range(repeat + WARM):
         for name, measure in (("ours", ours), ("dcp", theirs), ("copy", bare)):

@@ -4,6 +4,13 @@
 about 14.5 GB of state. For each way to take a snapshot: steps with a save among them against steps without,
 and the time from the call to the commit. One line of JSON for each, as it is measured.
 
+Before that, a line about the first save of the run, which is the first of the process for the first way: how
+long `run.start()` took (`start`); the time from the first step until staging memory was page-locked and all
+else was ready (`ready_after`), with the median and the longest step meanwhile and the steps after it
+(`step_beside`, `longest_beside`, `step`); what the first save delayed training by (`first_delay`), of which
+the proof that it would resume took `proof`, and its time to the commit, and to the local copy. With
+`--early N` the first save is called for after N steps instead, whatever is ready by then.
+
 With `--local DIR` (in memory: `/dev/shm`) the same with a local tier there: `local_after` is then the time
 from the call to a committed local copy, every digest taken and every fingerprint checked, and
 `committed_after` the one to the commit of its drained copy in the checkpoint root. A save is called for while
@@ -14,11 +21,14 @@ called for when the device has nothing left to do.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +36,12 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.journal.events import SaveCommitted
+from holdfast.checkpoint.save import snapshot
+from holdfast.journal.events import DecisionMade, SaveCommitted
 from holdfast.journal.reader import read_journal
+
+READY = 180.0
+"""Seconds within which staging memory is there."""
 
 
 def say(**facts: Any) -> None:
@@ -53,7 +67,9 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
         **(tier_settings(args.local) if args.local else {}),
     )
     run.track(model=model, optimizer=optimizer)
+    started = time.perf_counter()
     run.start()
+    start = time.perf_counter() - started
     batch = torch.randn(args.batch, args.width, device="cuda")
 
     def step() -> None:
@@ -96,10 +112,40 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
         run.wait_for_saves()
         return told("local")[-1].seconds
 
-    started = time.perf_counter()
-    step()
-    run.save()  # makes the plan, takes and locks the staging memory, compiles the fingerprint kernel
-    first = time.perf_counter() - started
+    beside: list[float] = []
+    began = time.perf_counter()
+    while not run._session.saving.ready if not args.early else len(beside) < args.early:
+        one, _ = steps(1, save=False)
+        beside.append(one)
+        if time.perf_counter() - began > READY:
+            raise RuntimeError(f"staging memory was not there after {READY:g} s")
+    ready_after = time.perf_counter() - began
+    without, _ = steps(args.steps, save=False) if not args.early else (args.steps * min(beside), 0.0)
+    with timed_proof() as proof:
+        with_save, first_call = steps(args.steps, save=True)
+    run.wait_for_saves()
+    first, first_local = told("global"), told("local")
+    chosen = [line.body for line in read_journal(where / way / "journal")]
+    say(
+        way=way,
+        start=round(start, 2),
+        ready_after=None if args.early else round(ready_after, 2),
+        step_beside=round(statistics.median(beside), 4),
+        longest_beside=round(max(beside[1:], default=0.0), 4),
+        step=round(without / args.steps, 4),
+        first_delay=round(with_save - without, 4),
+        first_call=round(first_call, 4),
+        proof=round(sum(proof), 4),
+        first_committed_after=round(first[-1].seconds, 3) if first else None,
+        first_local_after=round(first_local[-1].seconds, 3) if first_local else None,
+        early=[
+            [one.chosen, *one.evidence]
+            for one in chosen
+            if isinstance(one, DecisionMade) and one.about == "staging"
+        ],
+    )
+    if not first:
+        run.save()  # once to the root, for what is told of it below
     for _ in range(args.warm):  # every slot of the local tier is in use, and locked, after some saves
         step()
         save_now()
@@ -123,9 +169,27 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
             committed_after=round(committed.seconds, 3),
             **after,
             bytes=committed.bytes,
-            first_save=round(first, 2),
         )
     run.close()
+
+
+@contextlib.contextmanager
+def timed_proof() -> Iterator[list[float]]:
+    """The seconds of each proof that is made meanwhile."""
+    original, taken = snapshot.prove, []
+
+    def prove(subject: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(subject)
+        finally:
+            taken.append(time.perf_counter() - started)
+
+    snapshot.prove = prove
+    try:
+        yield taken
+    finally:
+        snapshot.prove = original
 
 
 def tier_settings(directory: str) -> dict[str, Any]:
@@ -162,6 +226,7 @@ def main() -> None:
     parser.add_argument("--ways", default="clone,overlap,block")
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--local", default="", help="directory of a local tier")
+    parser.add_argument("--early", type=int, default=0, help="steps before the first save, ready or not")
     parser.add_argument("--warm", type=int, default=0, help="saves before the first that is measured")
     args = parser.parse_args()
     model, optimizer = build(args.layers, args.width)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,33 @@ def committed(work: Path, size_mib: int, repeat: int) -> Samples:
     return [whole for _, whole in found["ours"]], [whole for _, whole in found["dcp"]]
 
 
+def first_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds for which the first asynchronous save of a process holds training up, and those of later ones.
+
+    In fresh processes each time, after some steps and when what is got ready beside them is there.
+    """
+    return _firsts([_measure_ranks(work, size_mib, 0) for _ in range(repeat)])
+
+
+def first_local_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
+    """The same for saves to the local tier, in memory."""
+    found = []
+    for _ in range(repeat):
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm") as memory:
+            found.append(_measure_ranks(work, size_mib, 0, memory))
+    return _firsts(found)
+
+
+def _firsts(found: list[dict[str, list[tuple[float, float]]]]) -> Samples:
+    """Of each process: its first save, and the median of those after the second."""
+    saves = [[blocked for blocked, _ in one["ours"][1:]] for one in found]
+    for one in found:
+        step, taken = one["ours"][0]
+        told = f"the longest step before: {step:.3f} s; all was ready {taken:.2f} s after the steps"
+        print(told, file=sys.stderr)
+    return [each[0] for each in saves], [statistics.median(each[2:]) for each in saves]
+
+
 def local_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
     """Seconds for which a save to the local tier holds training up, and a bare copy of the same tensors."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm") as memory:
@@ -180,7 +208,14 @@ def object_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
 def _two_ranks(
     work: Path, size_mib: int, repeat: int, local: str = ""
 ) -> dict[str, list[tuple[float, float]]]:
-    """Two ranks that save side by side, the slower one's times; measured once for all that asks for it."""
+    """The same, measured once for all that asks for it."""
+    return _measure_ranks(work, size_mib, repeat, local)
+
+
+def _measure_ranks(
+    work: Path, size_mib: int, repeat: int, local: str = ""
+) -> dict[str, list[tuple[float, float]]]:
+    """Two ranks that save side by side, the slower one's times."""
     directory = work / "ranks"
     directory.mkdir()
     with socket.socket() as probe:

@@ -140,6 +140,7 @@ class Run:
             self._beats.leave(SETUP)
             self._halting.stopping.begin()
             self._stop_if_reached()
+            session.saving.stepping()
         self._in_step = True
         session.tracked.gradients.begin_step()
         self._beats.enter(STEP)
@@ -229,6 +230,8 @@ class Run:
             session.save_as_due(due)
         elif self._meter.flush_due():
             self._meter.flush(session.member.journal)
+        if not due and not last:
+            session.plan_ahead()
         session.around.saved(saving)
         if stragglers is not None:
             stragglers.begin_step()

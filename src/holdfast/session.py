@@ -559,6 +559,12 @@ class Session:
             (self.saving.scheduled if due == "global" else self.saving.scheduled_locally)()
             self.schedule.after_save(self.meter.step, self.meter.windows().step_seconds, due)
 
+    def plan_ahead(self) -> None:
+        """At a boundary at which no save is due: plan the first one, if that is best done now."""
+        if self.saving.plans_now():
+            with self.checkpointing():
+                self.saving.prepare()
+
     def _before_save(self) -> None:
         self.meter.flush(self.member.journal)
         if self._validation is not None:

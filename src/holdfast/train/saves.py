@@ -59,6 +59,10 @@ from holdfast.train.schedule import SaveSchedule
 
 log = logging.getLogger("holdfast")
 
+PLANNED_AFTER = (2, 4, 8, 16)
+"""Steps after which the first save is planned, unless it was made or planned before. After the first step it
+is not known yet which gradients will be stored; and until its first step an optimizer has no state."""
+
 Facts = Callable[[str | None, str], SaveFacts]
 """(parent, reason) → what the manifest says about this moment."""
 
@@ -132,6 +136,10 @@ class Saving:
         self._failed = self._failed_locally = 0
         self._too_many: SaveFailedError | None = None
         """To be raised, unless a save is committed first, which breaks the row of failures."""
+        self._planned = not settings.async_save
+        """Whether the first save was planned, or there is nothing to gain by that; the same on every rank."""
+        self._steps = 0
+        """Steps completed in this attempt."""
         self._told_doubt = self._told_skip = ""
         """Why nothing is saved at present; why the last local save was left out. Reported on every change."""
         self.head: CheckpointName | None = None
@@ -175,8 +183,31 @@ class Saving:
             self._drain.start()
 
     def prepare(self) -> None:
-        """For a run that goes on from a checkpoint: the first save then finds its plan and memory ready."""
+        """Plan the first save, for which memory is then taken beside training; see `plans_now`."""
+        self._planned = True
         self._saver.prepare()
+
+    def stepping(self) -> None:
+        """The first step is about to begin."""
+        self._saver.stepping()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the first save will find its plan, and all that is got ready beside training."""
+        return self._planned and self._saver.ready
+
+    def plans_now(self) -> bool:
+        """Whether to plan the first save at this boundary, at which none is due; the same on every rank.
+
+        A run that goes on from a checkpoint has planned it before its first step.
+        """
+        if self._planned or self._steps not in PLANNED_AFTER:
+            return False
+        if self._steps == PLANNED_AFTER[-1]:
+            return True
+        stepped = list(map(id, self._tracked.gradients.stepped()))
+        lacking = [one for one in self._tracked.optimizers() if not one.state and id(one) not in stepped]
+        return self._snapshots.may_plan(self._meter.step, ready=not lacking)
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -299,6 +330,7 @@ class Saving:
         self._tell_skipped(saver.why_skipped, name, once=begun is not None or not globally)
         if begun is None:
             return None
+        self._planned = True
         if begun.local and begun.replicate:
             self._sent = begun.name, time.monotonic() + self._settings.replication_timeout
         self._schedule.begun(
@@ -337,7 +369,8 @@ class Saving:
     # --- what became of it ----------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Between two steps: take in what has ended. Raises after too many failures in a row."""
+        """A step is done: take in what has ended. Raises after too many failures in a row."""
+        self._steps += 1
         self._tell_doubts()
         if self._drain is not None:
             self._drain.poll()
@@ -506,6 +539,7 @@ class Saving:
         `unseen`: an error that cannot be seen from here may be on its way out, and must not be held up. Then
         too the writer finishes alone, and the interpreter waits for it at exit if there was no error.
         """
+        self._saver.no_more()
         try:
             if self._read_back is not None:
                 self._read_back.close()

@@ -39,6 +39,7 @@ from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import plan as planning
 from holdfast.checkpoint.save import saver as saving
 from holdfast.checkpoint.save import snapshot as snapshots
+from holdfast.checkpoint.save.device import Buffer
 from holdfast.checkpoint.save.plan import (
     Plan,
     SnapshotPlanner,
@@ -48,7 +49,7 @@ from holdfast.checkpoint.save.plan import (
     signature_of,
     term,
 )
-from holdfast.checkpoint.save.snapshot import Buffer, stage_from_host
+from holdfast.checkpoint.save.snapshot import stage_from_host
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.record.group import Group
 from kit.ranks.writers import ranks
@@ -272,12 +273,19 @@ def test_statistics_that_begin_to_differ_after_the_first_save_come_back_to_each_
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_that_save_different_steps_are_all_told(tmp_path: Path, asynchronous: bool) -> None:
+    """Also where one of them plans its first save ahead, after its second step."""
+
     def work(rank: int) -> None:
         # Without checks, which would tell them apart at the end of the step already.
         off = {"validation_check_for_nan_in_loss": False}
         run, _ = started(tmp_path / "run", checkpoint_async_save=asynchronous, **off)
         step(run)
-        if rank == 1:
+        if asynchronous:
+            with pytest.raises(UsageError, match="Every rank must save at the same step"):
+                (step if rank == 1 else holdfast.Run.save)(run)
+            if rank == 0:
+                run._session.saving._steps += 1  # it does not meet the other at the boundary of step 2
+        if rank == 1 and not asynchronous:
             step(run)
         with pytest.raises(UsageError, match="Every rank must save at the same step"):
             run.save()

@@ -10,7 +10,8 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.format.structure import verify
-from holdfast.checkpoint.save.snapshot import Buffer, Snapshot, Staged, Stager
+from holdfast.checkpoint.save.device import Buffer
+from holdfast.checkpoint.save.snapshot import Snapshot, Staged, Stager
 from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.journal.events import SaveCommitted, SaveFailed, Warned
 from kit.harness import wait_until

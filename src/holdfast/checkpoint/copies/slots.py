@@ -20,15 +20,16 @@ import mmap
 import os
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import torch
 
 from holdfast.checkpoint.copies.room import LocalRoom, Made
 from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.checkpoint.format import CheckpointName
-from holdfast.checkpoint.save import Buffer, Plan
+from holdfast.checkpoint.save import Buffer, Plan, TooLittleError
 from holdfast.errors import HoldfastError, SaveFailedError
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -43,6 +44,8 @@ FAILURES = 2
 """Local saves in a row that fail before the local tier is left alone for a while."""
 LEFT_ALONE = 3
 """For how many saves it is left alone."""
+AT_ONCE = 64 * 1024 * 1024
+"""Bytes of a file on a disk that are allocated at a time beside training."""
 
 
 class Slot:
@@ -66,7 +69,7 @@ class Slot:
             self.buffer = Buffer(self.index, _open(self.path))
         if self.buffer is not None:
             self.buffer.grow(size)
-            self.size = self.buffer.size
+            self.size = self.buffer.there
             return
         descriptor = _open(self.path)
         try:
@@ -87,6 +90,10 @@ class Slot:
         with contextlib.suppress(OSError):
             return self.path.stat().st_blocks * 512
         return 0
+
+    def unmade(self) -> int:
+        """Bytes that its file takes already, but that are not known to it: an earlier attempt's."""
+        return max(0, self.allocated() - self.buffer.there) if self.buffer is not None else 0
 
     def fits(self, size: int) -> bool:
         """Whether it has exactly this much memory, so that to take it changes nothing."""
@@ -286,32 +293,90 @@ class LocalSlots:
             self._slots.remove(slot)
             self._reserved = None if self._reserved is slot else self._reserved
 
-    def prepare(self, plan: Plan, *, pin: bool) -> None:
-        """Allocate now, as far as there is room, what saves will need; nothing is given up for it.
+    def prepare(
+        self, plan: Plan, *, pin: torch.device | None, left: Callable[[], int]
+    ) -> Iterator[Buffer | None]:
+        """Allocate beside training, as far as there is room, what saves will need; see `Ahead`.
 
-        What a slot holds stays as it is: it is only mapped, and page-locked.
+        Nothing is given up for it. What a slot holds stays as it is: it is only mapped, and page-locked.
+        `left`: bytes of memory that may be taken.
         """
-        size = plan.layout.size
-        taken = {record.image for record in self._records()}
-        held = [slot for slot in self._slots if slot.image in taken and slot.fits(size)]
-        free = [slot for slot in self._slots if slot.image not in taken and self.tier.is_idle(slot.image)]
-        with self._room.alone():
-            for slot in held if self.in_memory else ():
-                self._have(slot, size, pin=pin)
-            for _ in range(max(0, self._keep + 1 - len(taken))):
-                if not free and self._room.left() < size:
-                    return
-                slot = free.pop(0) if free else self._new()
-                if slot.allocated() < size and self._room.left() < size:
-                    return
-                self._have(slot, size, pin=pin)
-                if slot.buffer is not None:
-                    slot.buffer.prepare(plan)
+        wanted = plan.layout.size
+        if self.in_memory:
+            for held in [slot for slot in self._slots if slot.image in self._taken() and slot.fits(wanted)]:
+                yield from self._map(held, wanted, pin=pin)
+        while (slot := self._next_to_make(wanted)) is not None:
+            try:
+                yield from self._make(slot, wanted, lambda: min(left(), self._room.left()))
+            except (OSError, TooLittleError):
+                self._unmake(slot)
+                raise
+            if (buffer := slot.buffer) is None:
+                continue
+            if not buffer.plan and self._is_free(slot.index) and slot is not self._reserved:
+                yield from buffer.frame(plan)
+            if pin is not None and not buffer.locked:
+                yield buffer
+                buffer.lock(pin)
 
-    def _have(self, slot: Slot, size: int, *, pin: bool) -> None:
-        slot.take(size, in_memory=self.in_memory)
-        if pin and slot.buffer is not None:
-            slot.buffer.pinned()
+    def _taken(self) -> set[str]:
+        return {record.image for record in self._records()}
+
+    def _map(self, slot: Slot, wanted: int, *, pin: torch.device | None) -> Iterator[Buffer | None]:
+        """Map an image that lies there already."""
+        buffer = slot.buffer = slot.buffer or Buffer(slot.index, _open(slot.path))
+        try:
+            yield from buffer.take(wanted, lambda: wanted)
+        except OSError:
+            slot.close()
+            raise
+        slot.size = max(slot.size, buffer.there)
+        if pin is not None and not buffer.locked:
+            yield buffer
+            buffer.lock(pin)
+
+    def _next_to_make(self, wanted: int) -> Slot | None:
+        """The next slot to allocate; None if there are enough, or there is no room for it."""
+        taken = self._taken()
+        enough = [slot for slot in self._slots if slot.image in taken or slot.size >= wanted]
+        if len(enough) > self._keep:
+            return None
+        free = [
+            slot
+            for slot in self._slots
+            if slot not in enough and self._is_free(slot.index) and self.tier.is_idle(slot.image)
+        ]
+        if wanted - (free[0].allocated() if free else 0) > self._room.left():
+            return None
+        return free[0] if free else self._new()
+
+    def _make(self, slot: Slot, wanted: int, left: Callable[[], int]) -> Iterator[None]:
+        if self.in_memory:
+            buffer = slot.buffer = slot.buffer or Buffer(slot.index, _open(slot.path))
+            yield from buffer.take(wanted, lambda: left() + slot.unmade())
+            slot.size = max(slot.size, buffer.there)
+            return
+        at = 0
+        while at < wanted and slot.size < wanted:  # a save that comes in between allocates all of it
+            descriptor = _open(slot.path)
+            try:
+                if at == 0:
+                    os.ftruncate(descriptor, 0)
+                length = min(wanted - at, AT_ONCE)
+                os.posix_fallocate(descriptor, at, length)
+            finally:
+                os.close(descriptor)
+            at += length
+            yield
+        slot.size = max(slot.size, wanted)
+
+    def _unmake(self, slot: Slot) -> None:
+        """Give back what was allocated of a slot, unless a save has taken it meanwhile."""
+        if slot in self._slots and slot is not self._reserved and self._is_free(slot.index):
+            slot.close()
+            self._slots.remove(slot)
+            if slot.image not in self._taken() and self.tier.is_idle(slot.image):
+                slot.path.unlink(missing_ok=True)
 
     # --- how it goes ----------------------------------------------------------------------------------------
 
@@ -330,11 +395,15 @@ class LocalSlots:
         if self._failed >= FAILURES:
             self._failed, self._left_alone[False] = 0, LEFT_ALONE
 
-    def close(self, *, tidy: bool) -> None:
-        """Let go of the memory, which the copies keep; `tidy`: memory that holds none is given back."""
-        taken = {record.image for record in self._records()} if tidy else set()
+    def close(self, *, tidy: bool, but: Buffer | None = None) -> None:
+        """Let go of the memory, which the copies keep; `tidy`: memory that holds none is given back.
+
+        `but`: somebody else closes this one.
+        """
+        taken = self._taken() if tidy else set()
         for slot in self._slots:
-            slot.close()
+            if slot.buffer is None or slot.buffer is not but:
+                slot.close()
             if tidy and slot.image not in taken and self.tier.is_idle(slot.image):
                 slot.path.unlink(missing_ok=True)
         self._slots, self._reserved = [], None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.save.device import Pinned, pin
+    from holdfast.checkpoint.save.device import Buffer, Pinned, TooLittleError, pin
     from holdfast.checkpoint.save.handoff import MendCopies, PeerTarget, Save, UsePeers
     from holdfast.checkpoint.save.image import PR_SET_PDEATHSIG
     from holdfast.checkpoint.save.plan import Plan, own_prefix
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
         BackgroundSaver,
         Ended,
         ForegroundSaver,
-        LocalTarget,
         SaveContext,
         SaveFacts,
         Saver,
     )
-    from holdfast.checkpoint.save.snapshot import Buffer, Snapshotter, Stager
+    from holdfast.checkpoint.save.snapshot import LocalTarget, Snapshotter, Stager
 else:
     __getattr__ = offers(__name__)

@@ -22,16 +22,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import logging
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,6 +41,11 @@ from holdfast.base import plural, size, tree_leaves
 from holdfast.checkpoint.format import fingerprint, naming
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.policy import Way, clone_bytes
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.save.plan import Plan
+
+log = logging.getLogger("holdfast.checkpoint")
 
 # Page-locks the host memory that snapshots are copied into, once, so that every copy runs at full speed.
 #
@@ -48,9 +55,13 @@ from holdfast.policy import Way, clone_bytes
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): allocates and maps the pages of a range, keeping their contents."""
+_HUGEPAGE = 14
+"""MADV_HUGEPAGE: a hint, which counts where the kernel's `shmem_enabled` is `advise`."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of the process."""
 _SLICE = 256 * 1024**2
+
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run; `mmap.madvise` does not
 
 
 class Pinned:
@@ -73,8 +84,11 @@ class Pinned:
         return "" if int(error) == 0 else f"the buffer could not be unlocked: {_told(error)}"
 
 
-def pin(buffer: torch.Tensor, *, threads: int = 4) -> Pinned:
-    """Page-locks `buffer`, a contiguous CPU tensor; its memory must stay mapped until `release`."""
+def pin(buffer: torch.Tensor, *, threads: int = 4, faulted: bool = False) -> Pinned:
+    """Page-locks `buffer`, a contiguous CPU tensor; its memory must stay mapped until `release`.
+
+    `faulted`: all its pages are there already.
+    """
     if not torch.cuda.is_available():
         return Pinned(buffer, registered=False, locked=False, note="not page-locked: there is no CUDA device")
     if buffer.nbytes == 0:
@@ -82,7 +96,8 @@ def pin(buffer: torch.Tensor, *, threads: int = 4) -> Pinned:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     if is_locked(buffer):
         return Pinned(buffer, registered=False, locked=True, note="it was page-locked already")
-    prefault(buffer, threads=threads)
+    if not faulted:
+        prefault(buffer, threads=threads)
     error = _cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE)
     if int(error) == 0:
         return Pinned(buffer, registered=True, locked=True, note="")
@@ -110,10 +125,21 @@ def prefault(buffer: torch.Tensor, *, threads: int = 4) -> bool:
 
 
 def _populate(address: int, length: int) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)  # ctypes calls let other threads run; `mmap.madvise` does not
-    return bool(
-        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_POPULATE_WRITE)) == 0
-    )
+    return _advise(address, length, _POPULATE_WRITE)
+
+
+def fault_in(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bool:
+    """The same for a piece that begins at a page, in one call on this thread."""
+    return _populate(memory.ctypes.data, memory.nbytes)
+
+
+def ask_for_huge_pages(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    """Before any of it is faulted in. Nothing changes where the kernel does not give them."""
+    _advise(memory.ctypes.data, memory.nbytes, _HUGEPAGE)
+
+
+def _advise(address: int, length: int, advice: int) -> bool:
+    return bool(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(advice)) == 0)
 
 
 def _cudart() -> Any:
@@ -128,6 +154,159 @@ def _forget_error() -> None:
     """CUDA remembers a failed call, and the next kernel launch anywhere would raise it: raise it here."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")  # a kernel, because a memset would not check for the error
+
+
+# The memory that a snapshot is staged into.
+#
+# A buffer is an anonymous memory file: shared with the writer by its descriptor, visible to nobody else, and
+# gone with the last process that holds it; or, where it is itself to become a local copy, a file in memory
+# (copies/slots.py). Its contents are the shard to be written, byte for byte; what surrounds the tensors'
+# bytes is put in when the plan changes, so a save copies nothing but tensors. A buffer's memory is allocated
+# at once and in full: a lack of it is an error at that moment, not a crash at a later one.
+
+
+TAKEN = 4 * 1024**2
+"""Bytes faulted in at a time: for about as long a call of the trainer that maps memory may have to wait."""
+LOOK = 64 * 1024**2
+"""Bytes after which to look again how much memory is left."""
+FRAMES = 256
+"""Tensors whose surroundings are written at a time."""
+
+
+class TooLittleError(Exception):
+    """There is not enough memory to take a buffer beside training."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{size(needed)} more are needed and {size(max(0, free))} may be taken")
+
+
+class Buffer:
+    """One staging buffer, as the trainer sees it."""
+
+    def __init__(self, index: int, descriptor: int | None = None) -> None:
+        """`descriptor`: that of a file in memory, to be used instead of an anonymous one."""
+        self.index = index
+        self.size = 0
+        """Bytes that are mapped."""
+        self.there = 0
+        """How many of them, from the first on, are really allocated; all of them once `grow` has returned."""
+        self.plan = 0
+        """The plan whose frames it holds."""
+        if descriptor is None:
+            descriptor = os.memfd_create(f"holdfast-staging-{index}", os.MFD_CLOEXEC)
+        self.descriptor = descriptor
+        self._map: mmap.mmap | None = None
+        self._pinned: Pinned | None = None
+        self.bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.empty(0, np.uint8)
+
+    def prepare(self, plan: Plan) -> None:
+        """Make it fit a plan."""
+        self.grow(plan.layout.size)
+        if self.plan != plan.number:
+            for _ in self.frame(plan):
+                pass
+
+    def frame(self, plan: Plan) -> Iterator[None]:
+        """Put in what surrounds the tensors' bytes, some of it at a time."""
+        self.plan = 0
+        for at, (item, frame) in enumerate(zip(plan.layout.items, plan.frames, strict=True)):
+            end = item.offset + item.length
+            self.bytes[item.offset : item.raw_offset] = np.frombuffer(frame.before, np.uint8)
+            self.bytes[item.raw_offset + item.raw_length : end] = np.frombuffer(frame.after, np.uint8)
+            if at % FRAMES == FRAMES - 1:
+                yield
+                if self.plan:  # a save has come in between, and has put in its own
+                    return
+        self.plan = plan.number
+
+    def grow(self, size: int) -> None:
+        """Make sure it has at least this much memory, allocated now."""
+        if size <= self.there:
+            return
+        try:
+            self._map_at_least(size)
+            # On several cores; where the kernel cannot, or memory is short, the second call says so.
+            if not prefault(torch.from_numpy(self.bytes[self.there :])):
+                os.posix_fallocate(self.descriptor, self.there, self.size - self.there)
+        except OSError as error:
+            self.give_back()
+            raise SaveFailedError(
+                f"no memory for a staging buffer of {size} bytes: {error.strerror}. Asynchronous saves need "
+                "one to two of them a rank; set checkpoint.when_busy = 'skip' for one, or async_save = false"
+            ) from error
+        self.there = self.size
+
+    def take(self, size: int, left: Callable[[], int]) -> Iterator[None]:
+        """The same beside training: a slice at a time, each short, and only while there is room for the rest.
+
+        `left`: bytes that may be taken at present. Raises TooLittleError, or OSError. A save that comes in
+        between may use it and `grow` it; then there is nothing left to do here.
+        """
+        looked = 0
+        while self.there < size and self.descriptor >= 0:
+            if looked <= self.there:
+                looked = self.there + LOOK
+                if (free := left()) < size - self.there:
+                    raise TooLittleError(size - self.there, free)
+            self._map_at_least(size)
+            length = min(TAKEN, self.size - self.there)
+            if not fault_in(self.bytes[self.there : self.there + length]):
+                os.posix_fallocate(self.descriptor, self.there, length)
+            self.there += length
+            yield
+
+    def _map_at_least(self, size: int) -> None:
+        if size <= self.size:
+            return
+        size += -size % mmap.PAGESIZE
+        self._unpin()
+        os.ftruncate(self.descriptor, size)
+        self._map = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED)
+        self.size, self.plan = size, 0
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        ask_for_huge_pages(self.bytes)
+
+    def give_back(self) -> None:
+        """Let go of the memory, and of what is in it."""
+        self._unpin()
+        self._map, self.bytes = None, np.empty(0, np.uint8)  # unmapped with the last view of it
+        self.size = self.there = self.plan = 0
+        if self.descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, 0)
+
+    @property
+    def locked(self) -> bool:
+        """Whether it is page-locked; also if that was tried in vain."""
+        return self._pinned is not None
+
+    def memory(self) -> torch.Tensor:
+        """All of it, page-locked or not."""
+        return self._pinned.buffer if self._pinned is not None else torch.from_numpy(self.bytes)
+
+    def lock(self, device: torch.device | None = None) -> None:
+        """Page-lock it for copies from a device, once, which is slow.
+
+        `device`: one that this process uses, for a thread that has chosen none. Another would be opened.
+        """
+        if self._pinned is None:
+            with torch.cuda.device(device):
+                pinned = pin(torch.from_numpy(self.bytes), faulted=self.there == self.size)
+            if pinned.note:
+                log.warning("holdfast: %s", pinned.note)
+            self._pinned = pinned
+
+    def _unpin(self) -> None:
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None and (problem := pinned.release()):
+            log.warning("holdfast: %s", problem)
+
+    def close(self) -> None:
+        self._unpin()
+        self._map, self.bytes = None, np.empty(0, np.uint8)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 # One device's training stream and side stream: everything about snapshots that is specific to CUDA.

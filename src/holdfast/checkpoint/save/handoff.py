@@ -32,8 +32,8 @@ from holdfast.process import Companion, Gone, Stream, start_child
 from holdfast.record import lock_for_writer
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.save.device import Buffer
     from holdfast.checkpoint.save.plan import Plan
-    from holdfast.checkpoint.save.snapshot import Buffer
 
 log = logging.getLogger("holdfast.checkpoint")
 

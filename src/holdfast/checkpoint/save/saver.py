@@ -27,16 +27,15 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import msgspec
 
-from holdfast.base import REWRITTEN, LiveLine, Waiting, stretch
+from holdfast.base import REWRITTEN, LiveLine, Waiting, size, stretch
 from holdfast.checkpoint import commit as commits
-from holdfast.checkpoint.copies import LocalRoom, LocalSlots, LocalTier, Slot, SlotRefusal
 from holdfast.checkpoint.format import (
     FAILURES,
     FORMAT,
@@ -52,6 +51,7 @@ from holdfast.checkpoint.format import (
     together,
     write_shards,
 )
+from holdfast.checkpoint.save.device import TAKEN, Buffer
 from holdfast.checkpoint.save.handoff import (
     NO_SLOT,
     BufferFree,
@@ -67,10 +67,20 @@ from holdfast.checkpoint.save.handoff import (
     writing_threads,
 )
 from holdfast.checkpoint.save.plan import Plan
-from holdfast.checkpoint.save.snapshot import Buffer, Snapshot, Snapshotter, Staged, Stager
+from holdfast.checkpoint.save.snapshot import (
+    Ahead,
+    LocalTarget,
+    Snapshot,
+    Snapshotter,
+    Staged,
+    Stager,
+    StagingMemory,
+    Wants,
+    choose_readying,
+)
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal import Event
-from holdfast.journal.events import SaveCommitted
+from holdfast.journal.events import DecisionMade, SaveCommitted, Warned
 from holdfast.process import Gone
 from holdfast.record import ControlDirectory, Fence, Group, add_up, announce, give_up
 
@@ -80,6 +90,11 @@ CARRY_POLL = 0.002
 """Seconds between two looks at a copy under way; small beside the copy, rare beside a training step."""
 ABANDON_WAIT = 30.0
 """Seconds that a trainer ending with an error leaves a copy under way to complete."""
+
+LEAVE = 10.0
+"""Seconds that a run at its end waits for a page-locking under way, which nothing interrupts."""
+HURRY = 1.0
+"""The same for a run that ends with an error."""
 
 RESTARTS = 3
 LATE = 30.0
@@ -190,6 +205,11 @@ class Saver:
         self._snapshots = snapshots
         self._ended: list[Ended] = []
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is nothing left to get ready for the next save."""
+        return True
+
     def resumed_from(self, head: CheckpointName | None) -> None:
         """The checkpoint from which the run continues."""
 
@@ -197,7 +217,10 @@ class Saver:
         """What is to be done with local copies beside the saves, from now on."""
 
     def prepare(self) -> None:
-        """Pay now what the first save would cost: its plan, and staging memory, page-locked if need be."""
+        """Plan the first save now, on all ranks together."""
+
+    def stepping(self) -> None:
+        """The first step is about to begin: from now on, what saves need is got ready beside training."""
 
     def begin(
         self,
@@ -235,6 +258,9 @@ class Saver:
         """Wait, at most `timeout`, for this save, or without a name for all; returns all that have ended."""
         del timeout, name
         return self.poll()
+
+    def no_more(self) -> None:
+        """No save will begin any more."""
 
     def abandon(self, *, await_at_exit: float = 0.0) -> None:
         """The trainer is about to end: what is under way is finished without it."""
@@ -305,116 +331,6 @@ class ForegroundSaver(Saver):
         manifest = self._context.manifest(snapshot, facts)
         control = None if diagnostic else self._context.control
         return commits.finish(root, declared, manifest, self._context.fence, control)
-
-
-# What a snapshot is staged into: a slot of the local tier, or a staging buffer.
-#
-# In memory a slot is itself a buffer. On a disk a snapshot needs both: a buffer to be copied into, and the
-# slot that its image is then written to. A save that goes to the checkpoint root may have to do without the
-# local tier, on all ranks because of one, so such a save needs a free buffer as well.
-
-
-@dataclass(frozen=True)
-class LocalTarget:
-    """The place in the local tier that a rank's saves go to."""
-
-    tier: LocalTier
-    node: str
-    keep: int
-    max_bytes: int = 0
-    here: frozenset[int] = frozenset()
-    """The ranks of this place; this rank is always one of them."""
-
-
-class Wants:
-    """Where a save is to go, and what came of that wish."""
-
-    def __init__(self, slots: LocalSlots | None, *, globally: bool) -> None:
-        self.slots = slots
-        self.globally = globally
-        self.refused: SlotRefusal | None = None
-        """Why this rank has no slot."""
-        self.local = False
-        """Whether every rank has one."""
-
-    @property
-    def cramped(self) -> bool:
-        """Whether this rank has no slot, and waiting would not help."""
-        return self.refused is not None and not self.refused.busy
-
-    def why_not(self) -> str:
-        told = self.refused.why if self.refused is not None else "another rank has no room for it"
-        return f"no local copy: {told}"
-
-
-class StagingMemory:
-    """The staging memory of one rank."""
-
-    def __init__(
-        self,
-        buffers: int,
-        context: SaveContext,
-        local: LocalTarget | None,
-        *,
-        is_free: Callable[[int], bool],
-        tell: Callable[[Event], None],
-    ) -> None:
-        """`is_free`: whether no save under way needs the buffer or slot with this index."""
-        self._buffers = [Buffer(index) for index in range(buffers)]
-        self._is_free = is_free
-        self._in_use = contextlib.ExitStack()
-        self.slots: LocalSlots | None = None
-        if local is not None:
-            self._in_use.enter_context(local.tier.in_use())
-            rank = context.group.rank
-            room = LocalRoom(
-                local.tier,
-                context.control,
-                rank=rank,
-                here=local.here,
-                node=local.node,
-                limit=local.max_bytes,
-                keep=local.keep,
-                tell=tell,
-            )
-            self.slots = LocalSlots(local.tier, room, rank=rank, keep=local.keep, is_free=is_free)
-
-    def prepare(self, plan: Plan, *, pin: bool) -> None:
-        """Allocate it before the first save does; raises SaveFailedError if there is too little."""
-        if self.slots is not None:
-            self.slots.prepare(plan, pin=pin)
-        if self.slots is not None and self.slots.in_memory:
-            return
-        for buffer in self._buffers:
-            buffer.prepare(plan)
-            if pin:
-                buffer.pinned()
-
-    def is_there(self, wants: Wants, size: int | None) -> bool:
-        """Whether a save can be staged now; a slot of this size is reserved for it, if the size is known."""
-        if wants.slots is not None:
-            if size is not None:
-                wants.refused = wants.slots.reserve(size, globally=wants.globally)
-            if wants.refused is not None and wants.refused.busy:
-                return False
-            if wants.slots.in_memory and not wants.globally:
-                return True
-        return any(self._is_free(buffer.index) for buffer in self._buffers)
-
-    def use(self, wants: Wants, name: CheckpointName) -> tuple[Buffer, Slot | None]:
-        """The buffer this save is staged into, and the slot for its local copy, if it has one."""
-        slot = wants.slots.use(name) if wants.slots is not None and wants.local else None
-        if slot is not None and slot.buffer is not None:
-            return slot.buffer, slot
-        return next(buffer for buffer in self._buffers if self._is_free(buffer.index)), slot
-
-    def close(self, *, tidy: bool) -> None:
-        if self.slots is not None:
-            self.slots.close(tidy=tidy)
-        self._in_use.close()
-        for buffer in self._buffers:
-            buffer.close()
-        self._buffers = []
 
 
 @dataclass
@@ -488,9 +404,22 @@ class BackgroundSaver(Saver):
         )
         self._writer = WriterConnection(self._start)
         self._memory = StagingMemory(
-            2 if when_busy == "queue" else 1, context, local, is_free=self._is_free, tell=tell
+            2 if when_busy == "queue" else 1,
+            context.control,
+            context.group.rank,
+            local,
+            is_free=self._is_free,
+            tell=tell,
         )
-        self._launch()
+        self._tell = tell
+        self._told_readying = self._told_not_ahead = self._stepping = False
+        self._ready_for = 0
+        """The plan for which memory is got ready, or was."""
+        self._ahead = Ahead(self._tell_not_ahead)
+
+    @property
+    def ready(self) -> bool:
+        return self._ahead.done
 
     def resumed_from(self, head: CheckpointName | None) -> None:
         if self._memory.slots is not None:
@@ -501,15 +430,38 @@ class BackgroundSaver(Saver):
             self._writer.order(order)
 
     def prepare(self) -> None:
-        plan = self._snapshots.plan_ahead()
-        if plan is not None:
-            self._prepare(plan)
+        self._snapshots.plan_ahead()
+        self._get_ready()
 
-    def _prepare(self, plan: Plan) -> None:
-        try:
-            self._memory.prepare(plan, pin=bool(self._snapshots.tracked.devices()))
-        except FAILURES as error:  # the first save will say so again, to all ranks
-            log.warning("holdfast: staging memory could not be prepared: %s", describe(error))
+    def stepping(self) -> None:
+        if not self._stepping:
+            self._stepping = True
+            self._ahead.add(self._start_writer())
+            self._get_ready()
+
+    def _start_writer(self) -> Iterator[None]:
+        with self._lock:
+            self._launch()
+        yield
+
+    def _get_ready(self) -> None:
+        """Have the memory for the present plan got ready, once the run makes steps."""
+        plan = self._snapshots.plan
+        if self._stepping and plan is not None and plan.number != self._ready_for:
+            self._ready_for = plan.number
+            devices = self._snapshots.tracked.devices()
+            self._ahead.add(self._memory.prepare(plan, pin=min(devices, key=str, default=None)))
+
+    def _tell_not_ahead(self, why: str) -> None:
+        if self._told_not_ahead:
+            return
+        self._told_not_ahead = True
+        told = (
+            f"rank {self._context.group.rank}: what saves need is not got ready beside training any more "
+            f"({why}); saves see to it themselves, and the first ones may take longer"
+        )
+        log.warning("holdfast: %s", told)
+        self._tell(Warned(message=told))
 
     # --- from live state to the writer ----------------------------------------------------------------------
 
@@ -521,6 +473,15 @@ class BackgroundSaver(Saver):
         must: bool = False,
         globally: bool = True,
         local: bool = True,
+    ) -> Save | None:
+        try:
+            return self._begin(facts, diagnostic=diagnostic, must=must, globally=globally, local=local)
+        finally:
+            self._ahead.let_go()
+            self._get_ready()
+
+    def _begin(
+        self, facts: SaveFacts, *, diagnostic: bool, must: bool, globally: bool, local: bool
     ) -> Save | None:
         started, asked = time.monotonic(), time.time()
         waited, self.why_skipped = 0.0, ""
@@ -538,6 +499,7 @@ class BackgroundSaver(Saver):
 
         busy, trouble = False, None
         try:
+            self._hold_ahead()
             busy = self._busy(wants)
         except FAILURES as error:
             trouble = _raising(error)
@@ -579,6 +541,12 @@ class BackgroundSaver(Saver):
             threading.Thread(target=self._carry, args=(one,), name="holdfast-carry", daemon=True).start()
         return one.save
 
+    def _hold_ahead(self) -> None:
+        if not self._ahead.hold(self._timeout):
+            raise SaveFailedError(
+                f"the kernel has not given {size(TAKEN)} of staging memory for {self._timeout:g} s"
+            )
+
     def _busy(self, wants: Wants) -> bool:
         self._take(0.0)
         if self._when_busy != "queue" and self._memory.slots is None and self._under_way:
@@ -611,10 +579,7 @@ class BackgroundSaver(Saver):
         )
 
     def _fits(self, wants: Wants, snapshot: Snapshot) -> bool:
-        """Whether the save can go on; with a new plan all ranks first agree on whether its image fits.
-
-        The first save under a plan then also pays for the slots of the next ones.
-        """
+        """Whether the save can go on; with a new plan all ranks first agree on whether its image fits."""
         if wants.slots is None:
             return True
         wants.local = not self._snapshots.cramped
@@ -622,8 +587,6 @@ class BackgroundSaver(Saver):
             wants.refused = wants.slots.reserve(snapshot.plan.layout.size, globally=wants.globally)
             wants.local = not add_up(self._context.group, [wants.refused is not None])[0]
             self._fitting_plan = snapshot.plan.number if wants.local else 0
-            if wants.local:
-                self._prepare(snapshot.plan)
         return wants.local or wants.globally
 
     def _stage(
@@ -640,7 +603,7 @@ class BackgroundSaver(Saver):
             with self._lock:
                 self._expect(save.name)
             try:
-                buffer.prepare(snapshot.plan)
+                self._make_ready(buffer, snapshot)
                 staged = self._stager.stage(snapshot, buffer, self._snapshots.tracked)
             except FAILURES as error:
                 failed = _told(error)
@@ -656,6 +619,26 @@ class BackgroundSaver(Saver):
             slot=slot.index if slot is not None else NO_SLOT,
         )
         return _UnderWay(job, snapshot.plan, buffer, staged, {buffer.index, job.slot} - {NO_SLOT})
+
+    def _make_ready(self, buffer: Buffer, snapshot: Snapshot) -> None:
+        """Make the buffer fit; where it was not got ready in time, do what is quicker, and say so once."""
+        image = snapshot.plan.layout.size
+        copied = sum(tensor.nbytes for tensor in snapshot.tensors if not tensor.is_cpu)
+        missing = max(0, image - buffer.there)
+        unlocked = 0 if buffer.locked or not copied else max(image, buffer.size)
+        way, evidence = choose_readying(
+            missing=missing, unlocked=unlocked, copied=copied, under_way=self._ahead.is_at(buffer)
+        )
+        if (missing or unlocked) and self._stepping and not self._told_readying:
+            self._told_readying = True
+            log.info("holdfast: %s came before its staging memory was ready: %s", snapshot.name, way)
+            if self._context.group.is_coordinator:
+                self._tell(DecisionMade(about="staging", chosen=way, evidence=evidence))
+        if not self._ahead.leaves(buffer, self._timeout):
+            raise SaveFailedError(f"its staging memory was being page-locked for {self._timeout:g} s")
+        buffer.prepare(snapshot.plan)
+        if unlocked and way == "wait":
+            buffer.lock()
 
     def _expect(self, name: CheckpointName) -> None:
         """A snapshot is about to be staged: from now on the next attempt waits for what becomes of it.
@@ -886,7 +869,11 @@ class BackgroundSaver(Saver):
 
     # --- the end --------------------------------------------------------------------------------------------
 
+    def no_more(self) -> None:
+        self._ahead.stop()
+
     def abandon(self, *, await_at_exit: float = 0.0) -> None:
+        busy = self._ahead.close(HURRY)
         with self._lock:
             deadline = time.monotonic() + ABANDON_WAIT
             while self._in_copy() and (left := deadline - time.monotonic()) > 0:
@@ -895,16 +882,19 @@ class BackgroundSaver(Saver):
             self._writer.abandon(await_at_exit=await_at_exit if left_alone else 0.0)
             for one in left_alone:
                 del self._under_way[one.save.serial]
-        self._let_go(tidy=False)
+        self._let_go(tidy=False, but=busy)
 
     def close(self) -> None:
         """Let the writer exit and give the memory back."""
+        busy = self._ahead.close(LEAVE)  # first: it may be starting a writer
         self._writer.close()
-        self._let_go(tidy=True)
+        self._let_go(tidy=True, but=busy)
 
-    def _let_go(self, *, tidy: bool) -> None:
+    def _let_go(self, *, tidy: bool, but: Buffer | None) -> None:
         self.boundary()
-        self._memory.close(tidy=tidy)
+        if but is not None:
+            log.warning("holdfast: a driver still page-locks staging memory, which is given back after that")
+        self._memory.close(tidy=tidy, but=but)
 
 
 def _raising(error: BaseException) -> Callable[[CheckpointName], None]:

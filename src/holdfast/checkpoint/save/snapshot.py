@@ -10,20 +10,23 @@ staged: copied into memory that the writer process reads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
-import mmap
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.base import duration, size
+from holdfast.checkpoint.copies import LocalRoom, LocalSlots, LocalTier, Slot, SlotRefusal, memory_left
 from holdfast.checkpoint.format import (
     FAILURES,
     CheckpointName,
@@ -41,7 +44,14 @@ from holdfast.checkpoint.format import (
     together,
 )
 from holdfast.checkpoint.format import fingerprint as fingerprints
-from holdfast.checkpoint.save.device import DeviceStager, InFlight, Owned, Pinned, TensorPiece, pin, prefault
+from holdfast.checkpoint.save.device import (
+    Buffer,
+    DeviceStager,
+    InFlight,
+    Owned,
+    TensorPiece,
+    TooLittleError,
+)
 from holdfast.checkpoint.save.plan import (
     Plan,
     RankFacts,
@@ -74,8 +84,10 @@ from holdfast.checkpoint.state import (
     untracked_schedules,
 )
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
+from holdfast.journal import Event
 from holdfast.policy import Choice, Setting, Way, choose_snapshot, owned_enough
-from holdfast.record import Group, add_up, share
+from holdfast.process import proc
+from holdfast.record import ControlDirectory, Group, add_up, share
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -172,6 +184,19 @@ class _Collected:
         return found
 
 
+class _Sums(NamedTuple):
+    """What ranks tell each other at a save, over all of them."""
+
+    waiting: int
+    cramped: int
+    replan: int
+    drift: int
+    """Zero if every rank holds alike what it used to hold alike."""
+    samples: int
+    tokens: int
+    heard: int
+
+
 class Snapshotter:
     """Takes the snapshots of one attempt. Every rank makes the same calls in the same order."""
 
@@ -185,7 +210,8 @@ class Snapshotter:
         self._attempt = attempt
         self._group = group
         self._serial = 0
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
+        """That of the last save, or the one made ahead."""
         self._plans = 0
         self._frames = Frames()
         self._blob = 0
@@ -209,7 +235,7 @@ class Snapshotter:
     @property
     def planned_bytes(self) -> int | None:
         """The size of this rank's image, if the next save is like the last; None if there was none."""
-        return self._plan.layout.size if self._plan is not None else None
+        return self.plan.layout.size if self.plan is not None else None
 
     def next_name(self, step: int) -> CheckpointName:
         """The next save's identity; the same on every rank, because every rank counts its saves alike."""
@@ -220,8 +246,15 @@ class Snapshotter:
         doubts, self._doubts = self._doubts, []
         return doubts
 
-    def plan_ahead(self) -> Plan | None:
-        """Plan before the first save is due, on all ranks; None if some rank cannot yet.
+    def may_plan(self, step: int, *, ready: bool) -> bool:
+        """Whether all ranks are ready to plan ahead after this step.
+
+        It is the exchange of a save, so that ranks which save at other steps are told so here too.
+        """
+        return not self._exchange(-1 - step, waiting=not ready).waiting
+
+    def plan_ahead(self) -> None:
+        """Plan before the first save is due, on all ranks, unless some rank cannot yet.
 
         The plan fits state that is complete; an optimizer that has not stepped yet makes another necessary.
         """
@@ -229,10 +262,10 @@ class Snapshotter:
         try:
             collected = together(self._group, name, lambda: self._collect(None))
             together(self._group, name, lambda: self._replan(collected))
-        except SaveFailedError as error:  # the first save will say so again, if it is still true then
+        except (SaveFailedError, IncompleteStateError) as error:  # the first save says so, if it is still so
             log.warning("holdfast: the first save could not be planned ahead: %s", error)
-            return None
-        return self._plan
+        finally:
+            self._doubts = []  # the first save has them too
 
     def take(
         self,
@@ -262,44 +295,30 @@ class Snapshotter:
                     prepare(name)
                 collected = self._collect(step)
                 counted = collected.own.get("counters", {})
-                plan = self._plan
+                plan = self.plan
                 replan = plan is None or plan.signature != collected.signature or self._has_more()
                 if plan is not None and not replan:
                     content = term(plan.shares, collected.digests)
                     tensors = _tensors(collected.planner, plan)
             except FAILURES as caught:
                 error = caught
-        failed, waiting, short, replanning, drift, steps, squares, samples, tokens, heard = add_up(
-            self._group,
-            [
-                error is not None,
-                busy,
-                cramped,
-                replan and not busy,
-                content,
-                step,
-                step * step,
-                counted.get("samples", 0),
-                counted.get("tokens", 0),
-                self.word,
-            ],
+        told = self._exchange(
+            step,
+            error=error,
+            waiting=busy,
+            cramped=cramped,
+            replan=replan and not busy,
+            content=content,
+            counted=counted,
         )
-        self.cramped, self.heard = short > 0, heard
-        world = self._group.world_size
-        if failed:
-            raise_for_all(self._group, error, name)
-        if steps != world * step or squares != world * step * step:
-            raise UsageError(
-                f"rank {self._group.rank} saves step {step}, other ranks save other steps (they add up to "
-                f"{steps} over {world} ranks). Every rank must save at the same step"
-            )
-        if waiting:
+        self.cramped, self.heard = told.cramped > 0, told.heard
+        if told.waiting:
             return None
         assert collected is not None
-        if replanning or drift:
+        if told.replan or told.drift:
             found = collected
             tensors = together(self._group, name, lambda: self._replan(found))
-        plan = self._plan
+        plan = self.plan
         assert plan is not None
         if prove and self._proven_plan != plan.number:
             self._prove(name, collected, plan)
@@ -308,7 +327,7 @@ class Snapshotter:
         prints: dict[int, str] = {}
         if digests:  # with one rank there are none
             prints = {at: digests[key] for at, key in enumerate(plan.digest_keys) if key in digests}
-        self.counted = samples, tokens
+        self.counted = samples, tokens = told.samples, told.tokens
         return Snapshot(
             name,
             plan,
@@ -320,6 +339,47 @@ class Snapshotter:
             samples=samples,
             tokens=tokens,
         )
+
+    def _exchange(
+        self,
+        step: int,
+        *,
+        error: BaseException | None = None,
+        waiting: bool = False,
+        cramped: bool = False,
+        replan: bool = False,
+        content: int = 0,
+        counted: Mapping[str, int] | None = None,
+    ) -> _Sums:
+        """The one exchange of a save. Raises, on all ranks, what failed on any, or UsageError.
+
+        A negative step n stands for a boundary without a save, after step -1 - n.
+        """
+        world, counted = self._group.world_size, counted or {}
+        failed, steps, squares, *sums = add_up(
+            self._group,
+            [
+                error is not None,
+                step,
+                step * step,
+                waiting,
+                cramped,
+                replan,
+                content,
+                counted.get("samples", 0),
+                counted.get("tokens", 0),
+                self.word,
+            ],
+        )
+        if failed:
+            raise_for_all(self._group, error, self.next_name(step))
+        if steps != world * step or squares != world * step * step:
+            does = f"saves step {step}" if step >= 0 else f"saves nothing after step {-1 - step}"
+            raise UsageError(
+                f"rank {self._group.rank} {does}, other ranks save other steps (they add up to {steps} over "
+                f"{world} ranks). Every rank must save at the same step"
+            )
+        return _Sums(*sums)
 
     def _prove(self, name: CheckpointName, collected: _Collected, plan: Plan) -> None:
         """All ranks together, under a new plan; a rank whose own structure is unchanged keeps its report."""
@@ -424,7 +484,7 @@ class Snapshotter:
     def _replan(self, collected: _Collected) -> list[torch.Tensor]:
         """All ranks together: a new plan, and this rank's tensors under it."""
         self._plans += 1
-        self._plan = None  # if this fails on one rank, all of them plan at the next save
+        self.plan = None  # if this fails on one rank, all of them plan at the next save
         plan = make_plan(
             self._group,
             self._plans,
@@ -443,7 +503,7 @@ class Snapshotter:
             compare=collected.compare,
         )
         tensors = _tensors(collected.planner, plan)
-        self._plan = plan
+        self.plan = plan
         return tensors
 
 
@@ -463,12 +523,6 @@ def _tensors(planner: SnapshotPlanner, plan: Plan) -> list[torch.Tensor]:
 
 # Staging: from live tensors, wherever they are, into a buffer.
 #
-# A buffer is an anonymous memory file: shared with the writer by its descriptor, visible to nobody else, and
-# gone with the last process that holds it; or, where it is itself to become a local copy, a file in memory
-# (copies/slots.py). Its contents are the shard to be written, byte for byte; what surrounds the tensors'
-# bytes is put in when the plan changes, so a save copies nothing but tensors. A buffer's memory is allocated
-# at once and in full: a lack of it is an error at that moment, not a crash at a later one.
-#
 # Tensors on a device are copied in the way that the policy (policy/upkeep.py) chooses: clone, overlap or
 # block. That copy may go on while training does; `Staged` then says when it is complete, and whether it can
 # be trusted. Tensors on the host are copied at once.
@@ -482,77 +536,164 @@ STAGING_THREADS = 8
 is_cpu = operator.attrgetter("is_cpu")
 
 
-class Buffer:
-    """One staging buffer, as the trainer sees it."""
+# Staging memory is taken beside training, so that no save has to wait for it.
+#
+# Guarantee: what is done here never ends a run. It is done in slices of a few milliseconds, at low priority;
+# no slice begins while a save is being taken. Only page-locking is one call for a whole buffer, which a save
+# waits for only if it needs that buffer. A save that comes too early makes the rest itself, at full speed.
+# Memory is taken only as long as there is enough for all of a buffer and RESERVE beside it; if there is not,
+# or after an error, what was taken of it is given back. After `close` the thread has ended; if a driver keeps
+# it for longer, that is reported, and it gives the buffer back itself.
 
-    def __init__(self, index: int, descriptor: int | None = None) -> None:
-        """`descriptor`: that of a file in memory, to be used instead of an anonymous one."""
-        self.index = index
-        self.size = 0
-        self.plan = 0
-        """The plan whose frames it holds."""
-        if descriptor is None:
-            descriptor = os.memfd_create(f"holdfast-staging-{index}", os.MFD_CLOEXEC)
-        self.descriptor = descriptor
-        self._map: mmap.mmap | None = None
-        self._pinned: Pinned | None = None
-        self.bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
-    def prepare(self, plan: Plan) -> bool:
-        """Make it fit a plan; returns whether its memory is new, which the writer must be told."""
-        grown = self.grow(plan.layout.size)
-        if self.plan != plan.number:
-            self.plan = 0
-            for item, frame in zip(plan.layout.items, plan.frames, strict=True):
-                end = item.offset + item.length
-                self.bytes[item.offset : item.raw_offset] = np.frombuffer(frame.before, np.uint8)
-                self.bytes[item.raw_offset + item.raw_length : end] = np.frombuffer(frame.after, np.uint8)
-            self.plan = plan.number
-        return grown
+RESERVE = 2 * 1024**3
+"""Bytes that must be left beside the buffers: for the proof at the first save, and for the trainer."""
+NICE = 10
+"""Of the thread: where training keeps every core busy, it gets a tenth of one. With less, a slice would last
+so long that the trainer's own calls for memory had to wait for it."""
 
-    def grow(self, size: int) -> bool:
-        """Make sure it has at least this much memory, allocated now; returns whether the memory is new."""
-        if size <= self.size:
-            return False
-        size += -size % mmap.PAGESIZE
-        self._unpin()
-        try:
-            os.ftruncate(self.descriptor, size)
-            mapped = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED)
-            # On several cores; where the kernel cannot, or memory is short, the second call says so.
-            if not prefault(torch.frombuffer(mapped, dtype=torch.uint8)):
-                os.posix_fallocate(self.descriptor, 0, size)
-            self._map = mapped
-        except OSError as error:
-            os.ftruncate(self.descriptor, self.size)  # give back what was allocated of it
-            raise SaveFailedError(
-                f"no memory for a staging buffer of {size} bytes: {error.strerror}. Asynchronous saves need "
-                "one to two of them a rank; set checkpoint.when_busy = 'skip' for one, or async_save = false"
-            ) from error
-        self.size, self.plan = size, 0
-        self.bytes = np.frombuffer(self._map, np.uint8)
-        return True
 
-    def pinned(self) -> torch.Tensor:
-        """The same memory, page-locked for copies from a device; the first call locks it, which is slow."""
-        if self._pinned is None:
-            self._pinned = pin(torch.from_numpy(self.bytes))
-            if self._pinned.note:
-                log.warning("holdfast: %s", self._pinned.note)
-        return self._pinned.buffer
+class Ahead:
+    """One thread that gets things ready for saves, slice by slice, beside whatever the trainer does.
 
-    def _unpin(self) -> None:
-        pinned, self._pinned = self._pinned, None
-        if pinned is not None and (problem := pinned.release()):
-            log.warning("holdfast: %s", problem)
+    Work is an iterator: each `next` does a slice. What it yields, if anything, is what the next slice, a long
+    one, is at work on. Its errors are reported, and end all the work there is.
+    """
 
-    def close(self) -> None:
-        self._unpin()
-        self.bytes = np.empty(0, np.uint8)
-        self._map = None  # unmapped with the last view of it
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._work: deque[Iterator[Buffer | None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._held = self._closed = self._slicing = False
+        self._busy_with: Buffer | None = None
+        """What a long slice under way is at work on."""
+        self._left_to_it: Buffer | None = None
+        """What it has to close itself, because nobody waits for it any longer."""
+
+    def add(self, work: Iterator[Buffer | None]) -> None:
+        """Do this after all else. If there can be no thread, it is not done, which is reported."""
+        with self._changed:
+            if self._closed:
+                return
+            self._work.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="holdfast-ahead", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    self._thread = None
+                    self._work.clear()
+                    self._tell(describe(error))
+            self._changed.notify_all()
+
+    def hold(self, timeout: float) -> bool:
+        """No slice begins from now on; whether the present one, if it is short, has ended in time."""
+        with self._changed:
+            self._held = True
+            return self._changed.wait_for(lambda: not self._slicing or self._busy_with is not None, timeout)
+
+    def let_go(self) -> None:
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+    def is_at(self, buffer: Buffer) -> bool:
+        """Whether a long slice is at work on this."""
+        return self._busy_with is buffer
+
+    def leaves(self, buffer: Buffer, timeout: float) -> bool:
+        """Wait until no slice is at work on this; False if that takes too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._busy_with is not buffer, timeout)
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return not self._work
+
+    def stop(self) -> None:
+        """Begin no more slices, ever."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self, timeout: float) -> Buffer | None:
+        """Stop, and return what a slice that does not end in time is at work on: the thread closes it."""
+        self.stop()
+        with self._changed:
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return None
+        thread.join(timeout)
+        with self._changed:
+            self._left_to_it = self._busy_with
+            return self._left_to_it
+
+    def _run(self) -> None:
+        upcoming: Buffer | None = None
+        while True:
+            with self._changed:
+                self._slicing, self._busy_with = False, None
+                if self._left_to_it is not None:
+                    self._left_to_it.close()
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or not self._held)
+                if self._closed:
+                    self._work.clear()
+                if not self._work:
+                    self._thread = None
+                    return
+                work, self._slicing, self._busy_with = self._work[0], True, upcoming
+            upcoming = None
+            try:
+                upcoming = next(work)
+            except StopIteration:
+                with self._changed:
+                    self._work.popleft()
+            except Exception as error:  # noqa: BLE001 - it must not do any other harm
+                with self._changed:
+                    self._work.clear()
+                self._tell(describe(error))
+
+
+def at_low_priority() -> None:
+    """For the calling thread alone, and for what it starts."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+Readying = Literal["wait", "block"]
+
+LOCK_RATE = 4e9
+"""Bytes a second that are page-locked. All three as on an H200."""
+PAGEABLE_RATE = 4e9
+"""Bytes a second that a device copies to memory that is not page-locked."""
+PINNED_RATE = 50e9
+
+
+def choose_readying(
+    *, missing: int, unlocked: int, copied: int, under_way: bool = False
+) -> tuple[Readying, list[str]]:
+    """Pure: what a save does that comes before its memory is ready: `wait` for that, or `block`.
+
+    `missing` bytes are not allocated yet, which no save can do without; `unlocked` are to be page-locked for
+    `copied` bytes from a device. To block is to copy them at once and slowly into memory that is not
+    page-locked, while training waits. `under_way`: it is being page-locked, which nothing can interrupt.
+    """
+    evidence = [f"{size(missing)} of its memory were not there yet"] if missing else []
+    if under_way:
+        return "wait", [*evidence, f"{size(unlocked)} were being page-locked"]
+    if not unlocked or not copied:
+        return "wait", evidence
+    waiting = unlocked / LOCK_RATE + copied / PINNED_RATE
+    blocking = copied / PAGEABLE_RATE
+    evidence += [
+        f"{size(unlocked)} were not page-locked yet",
+        f"to page-lock them first: about {duration(waiting)}",
+        f"to copy without: about {duration(blocking)}",
+    ]
+    return ("wait" if waiting <= blocking else "block"), evidence
 
 
 def stage_from_host(
@@ -697,7 +838,7 @@ class Stager:
             owned = Owned(tracked.optimizers())
             way = self._choose(pieces, owned)
             trusted = None if self._torn else owned
-            flight = self._devices.begin(pieces, buffer.pinned(), way, trusted)
+            flight = self._devices.begin(pieces, buffer.memory(), way, trusted)
             for note in flight.notes:
                 log.warning("holdfast: %s", note)
         threads = min(STAGING_THREADS, torch.get_num_threads())
@@ -734,3 +875,136 @@ class Stager:
             self._told = choice
             self._tell(choice)
         return choice.way
+
+
+# What a snapshot is staged into: a slot of the local tier, or a staging buffer.
+#
+# In memory a slot is itself a buffer. On a disk a snapshot needs both: a buffer to be copied into, and the
+# slot that its image is then written to. A save that goes to the checkpoint root may have to do without the
+# local tier, on all ranks because of one, so such a save needs a free buffer as well.
+
+
+@dataclass(frozen=True)
+class LocalTarget:
+    """The place in the local tier that a rank's saves go to."""
+
+    tier: LocalTier
+    node: str
+    keep: int
+    max_bytes: int = 0
+    here: frozenset[int] = frozenset()
+    """The ranks of this place; this rank is always one of them."""
+
+
+class Wants:
+    """Where a save is to go, and what came of that wish."""
+
+    def __init__(self, slots: LocalSlots | None, *, globally: bool) -> None:
+        self.slots = slots
+        self.globally = globally
+        self.refused: SlotRefusal | None = None
+        """Why this rank has no slot."""
+        self.local = False
+        """Whether every rank has one."""
+
+    @property
+    def cramped(self) -> bool:
+        """Whether this rank has no slot, and waiting would not help."""
+        return self.refused is not None and not self.refused.busy
+
+    def why_not(self) -> str:
+        told = self.refused.why if self.refused is not None else "another rank has no room for it"
+        return f"no local copy: {told}"
+
+
+class StagingMemory:
+    """The staging memory of one rank."""
+
+    def __init__(
+        self,
+        buffers: int,
+        control: ControlDirectory,
+        rank: int,
+        local: LocalTarget | None,
+        *,
+        is_free: Callable[[int], bool],
+        tell: Callable[[Event], None],
+    ) -> None:
+        """`is_free`: whether no save under way needs the buffer or slot with this index."""
+        self._buffers = [Buffer(index) for index in range(buffers)]
+        self._is_free = is_free
+        self._in_use = contextlib.ExitStack()
+        self.slots: LocalSlots | None = None
+        if local is not None:
+            self._in_use.enter_context(local.tier.in_use())
+            room = LocalRoom(
+                local.tier,
+                control,
+                rank=rank,
+                here=local.here,
+                node=local.node,
+                limit=local.max_bytes,
+                keep=local.keep,
+                tell=tell,
+            )
+            self.slots = LocalSlots(local.tier, room, rank=rank, keep=local.keep, is_free=is_free)
+
+    def prepare(self, plan: Plan, *, pin: torch.device | None) -> Iterator[Buffer | None]:
+        """Allocate it beside training, slice by slice (see `Ahead`): one buffer, or slot, after the other.
+
+        `pin`: the device for whose sake it is to be page-locked, if there is one.
+        """
+        at_low_priority()
+        in_slots = self.slots is not None and self.slots.in_memory
+        for buffer in self._buffers if not in_slots else ():
+            if self._is_free(buffer.index):
+                try:
+                    yield from buffer.take(plan.layout.size, memory_to_take)
+                except (OSError, TooLittleError):
+                    if self._is_free(buffer.index):
+                        buffer.give_back()
+                    raise
+                if not buffer.plan and self._is_free(buffer.index):
+                    yield from buffer.frame(plan)
+            if pin is not None and buffer.there and not buffer.locked:
+                yield buffer
+                buffer.lock(pin)
+        if self.slots is not None:
+            yield from self.slots.prepare(plan, pin=pin, left=memory_to_take)
+
+    def is_there(self, wants: Wants, size: int | None) -> bool:
+        """Whether a save can be staged now; a slot of this size is reserved for it, if the size is known."""
+        if wants.slots is not None:
+            if size is not None:
+                wants.refused = wants.slots.reserve(size, globally=wants.globally)
+            if wants.refused is not None and wants.refused.busy:
+                return False
+            if wants.slots.in_memory and not wants.globally:
+                return True
+        return any(self._is_free(buffer.index) for buffer in self._buffers)
+
+    def use(self, wants: Wants, name: CheckpointName) -> tuple[Buffer, Slot | None]:
+        """The buffer this save is staged into, and the slot for its local copy, if it has one."""
+        slot = wants.slots.use(name) if wants.slots is not None and wants.local else None
+        if slot is not None and slot.buffer is not None:
+            return slot.buffer, slot
+        free = [buffer for buffer in self._buffers if self._is_free(buffer.index)]
+        return max(free, key=lambda buffer: (buffer.locked, buffer.there, -buffer.index)), slot
+
+    def close(self, *, tidy: bool, but: Buffer | None) -> None:
+        """`but`: somebody else closes this one."""
+        if self.slots is not None:
+            self.slots.close(tidy=tidy, but=but)
+        self._in_use.close()
+        for buffer in self._buffers:
+            if buffer is not but:
+                buffer.close()
+        self._buffers = []
+
+
+def memory_to_take() -> int:
+    """Bytes that may be taken beside training, within the limits of the job and of the machine."""
+    left = memory_left()
+    with contextlib.suppress(OSError):
+        left = min(left, proc.memory_available())
+    return left - RESERVE

@@ -416,8 +416,9 @@ class GradientState:
         entries: dict[str, dict[str, Any]] = {}
         objects: dict[str, torch.Tensor] = {}
         doubtful: list[tuple[_Place, torch.Tensor]] = []
-        self._left_out, self._saved = set(), step or 0
-        self._glances, self._token = [], object()
+        if step is not None:
+            self._left_out, self._saved = set(), step
+            self._glances, self._token = [], object()
         owned, stepped = self._owned(self._known), self._owned(self._before.values())
         layout = self._now_laid_out()
         _refuse_half_a_reduction(layout)
@@ -435,6 +436,8 @@ class GradientState:
             ):
                 part = self._tracked.division.place(name, gradient) if place.hidden is None else None
                 entries[name] = described("spent", gradient if part is None else part.of(gradient.detach()))
+                if step is None:
+                    continue
                 self._left_out.add(name)
                 if name in self._renewed and name not in self._watches:
                     setattr(gradient, _MARK, self._token)
