@@ -2,6 +2,9 @@
 
 A front is a package's `__init__`. It lists what outsiders may import under `if TYPE_CHECKING:`, once and
 typed, and costs next to nothing to import: needing one name of a room does not cost the others, nor torch.
+
+The import that does cost something is torch's. When it was over is noted here, for the account of a restart:
+by a finder that finds nothing, and so changes nothing about any import.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import time
 from collections.abc import Callable
-from importlib.abc import InspectLoader
+from importlib.abc import InspectLoader, MetaPathFinder
 
 
 def offers(package: str) -> Callable[[str], object]:
@@ -50,6 +54,33 @@ def listed(package: str) -> dict[str, tuple[str, str]]:
 
 def _home(package: str, module: str, name: str) -> tuple[str, str]:
     return (f"{package}.{name}", "") if module == package else (module, name)
+
+
+class TorchWatch(MetaPathFinder):
+    """Notes when torch was last seen to import a part of itself, which ends a few milliseconds before its own
+    import does."""
+
+    def __init__(self) -> None:
+        self.at = time.time() if "torch" in sys.modules else 0.0
+        """In seconds since 1970; 0 while torch has not been imported. If it was there first: from then on."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Python's finder interface: another finder has to find it."""
+        del path, target
+        if name.startswith("torch."):
+            spec = getattr(sys.modules.get("torch"), "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                self.at = time.time()
+
+
+def watch_torch() -> None:
+    """From here on, it is noted when torch is imported in this process."""
+    sys.meta_path.insert(0, TorchWatch())
+
+
+def torch_imported_at() -> float:
+    """When torch had been imported, in seconds since 1970, as far as was seen; 0 if that is not known."""
+    return max((finder.at for finder in sys.meta_path if isinstance(finder, TorchWatch)), default=0.0)
 
 
 def _by_looking(package: str) -> dict[str, tuple[str, str]]:
