@@ -31,8 +31,8 @@ from holdfast.base import (
     collective_timeout,
     leavable,
     scope,
+    seen_imports,
     to_the_end,
-    torch_imported_at,
     torch_internals,
 )
 from holdfast.checkpoint import ReadBack, Retainer, sweep_staging
@@ -233,11 +233,14 @@ class Session:
     def _tell_start(self) -> None:
         """Rank 0 says how it got here, for the account of a restart."""
         if self.group.is_coordinator:
-            process = began_at(os.getpid())
+            process, imports = began_at(os.getpid()), seen_imports()
+            # A forked process was given what its parent had imported before.
             self.member.journal.write(
                 RankStarted(
                     process=process,
-                    torch=max(process, torch_imported_at()),  # a forked process was given it
+                    torch=max(process, imports.torch_at) if imports is not None else 0.0,
+                    importing=imports.ours_from if imports is not None else 0.0,
+                    imported=imports.ours_at if imports is not None else 0.0,
                     start=self._started,
                     search=self._searched,
                     loaded=self._loaded,

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         Ledger,
         Phase,
         attempts_of,
-        largest,
         ledger_of,
         steps_done,
     )

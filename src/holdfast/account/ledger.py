@@ -246,7 +246,8 @@ def _add(attempt: JournalledAttempt, line: JournalLine) -> None:
             attempt.finished_at = line.at
         case WorkerFailed():
             # A rank that left in good order may have done so long before anything failed.
-            at = line.at if body.left else min(body.at or line.at, line.at)
+            known = bool(body.at) and not body.left
+            at = min(max(body.at, attempt.first_at), line.at) if known else line.at
             attempt.failures.append((at, body))
             attempt.reported_at = min(attempt.reported_at or line.at, line.at)
         case RestartFaulted() if body.ended:
@@ -384,7 +385,7 @@ PHASES = {
     "pause": "held up by an operator",
     "meet": "until the nodes had met and the attempt had begun",
     "start": "until its workers were running",
-    "import": "until torch was imported",
+    "import": "importing torch and holdfast",
     "setup": "what the script does before its first step",
     "join": "until the ranks were part of the attempt",
     "load": "finding, verifying and loading the checkpoint",
@@ -405,20 +406,20 @@ class Phase(NamedTuple):
     """What it consisted of, if that is known; adds up to `seconds`."""
 
 
-class Mark(NamedTuple):
+class Moment(NamedTuple):
     """A moment at which a phase ended; None if nobody wrote it down."""
 
     phase: str
     at: float | None
 
 
-def split(begin: float, end: float, marks: Iterable[Mark]) -> tuple[Phase, ...]:
+def split(begin: float, end: float, marks: Iterable[Moment]) -> tuple[Phase, ...]:
     """The time from `begin` to `end`, by phase. `marks` are in the order in which they happen."""
     cursor = begin = _on_grid(begin)
     end = max(begin, _on_grid(end))
     seconds = dict.fromkeys(PHASES, 0.0)
     missing = False
-    for phase, at in [*marks, Mark(UNKNOWN, end)]:
+    for phase, at in [*marks, Moment(UNKNOWN, end)]:
         if at is None:
             missing = True
             continue
@@ -444,9 +445,9 @@ def way_back(
             first = attempt.steps[0]
             load = attempt.ready.load if attempt.ready is not None else None
             marks += [
-                Mark("setup", first.start if attempt.ready is not None else None),
-                Mark("data", first.start + attempt.data_seconds),
-                Mark("first step", first.end),
+                Moment("setup", first.start if attempt.ready is not None else None),
+                Moment("data", first.start + attempt.data_seconds),
+                Moment("first step", first.end),
             ]
             break
         marks += _end_marks(attempt, next(iter(following[nth:]), None))
@@ -454,7 +455,7 @@ def way_back(
     return tuple(_with_parts(phase, load) for phase in split(begin, end, marks))
 
 
-def _end_marks(attempt: JournalledAttempt, after: JournalledAttempt | None) -> list[Mark]:
+def _end_marks(attempt: JournalledAttempt, after: JournalledAttempt | None) -> list[Moment]:
     """What happened between a fault and the decision about it."""
     ended = attempt.ended
     noticed, stopped = (ended.noticed or None, ended.stopped or None) if ended is not None else (None, None)
@@ -464,56 +465,58 @@ def _end_marks(attempt: JournalledAttempt, after: JournalledAttempt | None) -> l
         if stopped is None and after is not None:
             stopped = after.left_at
         return [
-            Mark("detect", first),
-            *([Mark("stop", stopped)] if stopped is not None else []),
-            Mark("decide", attempt.recovery_at if attempt.recovery_at is not None else planned),
+            Moment("detect", first),
+            *([Moment("stop", stopped)] if stopped is not None else []),
+            Moment("decide", attempt.recovery_at if attempt.recovery_at is not None else planned),
         ]
     if ended is None or ended.outcome == "lost" or _alone(attempt):
         return []  # nobody was left, or there, to write down more than the end
     reported = attempt.reported_at  # all there is of an older release
     return [
-        Mark("detect", noticed if noticed is not None else reported),
-        Mark("stop", stopped if stopped is not None else reported),
-        Mark("decide", attempt.recovery_at if attempt.recovery_at is not None else attempt.ended_at),
+        Moment("detect", noticed if noticed is not None else reported),
+        Moment("stop", stopped if stopped is not None else reported),
+        Moment("decide", attempt.recovery_at if attempt.recovery_at is not None else attempt.ended_at),
     ]
 
 
-def _start_marks(attempt: JournalledAttempt, before: JournalledAttempt, begin: float) -> list[Mark]:
+def _start_marks(attempt: JournalledAttempt, before: JournalledAttempt, begin: float) -> list[Moment]:
     """What happened from there until the attempt was ready for a step."""
     ready, started = attempt.ready, attempt.started
-    marks: list[Mark] = []
+    marks: list[Moment] = []
     if before.planned is not None:
-        marks.append(Mark("meet", attempt.again_at))
+        marks.append(Moment("meet", attempt.again_at))
     elif _alone(attempt):
-        marks.append(Mark("queue", ready.process if ready is not None and _nobody(attempt) else None))
-        marks.append(Mark(UNKNOWN, ready.process if ready is not None else None))
-        marks.append(Mark("import", ready.torch if ready is not None else None))
+        marks.append(Moment("queue", ready.process if ready is not None and _nobody(attempt) else None))
+        marks.append(Moment(UNKNOWN, ready.process if ready is not None else None))
+        marks.append(Moment("import", ready.torch if ready is not None else None))
     else:
         launched = started.launched if started is not None else 0.0
-        marks += [Mark("queue", launched)] if launched else []
+        marks += [Moment("queue", launched)] if launched else []
         if (before.ended is None or before.ended.outcome == "lost") and before.recovery_at is not None:
             # By the next leader: of the same launch, which had to notice and to meet first, or of another.
-            marks += [Mark("meet", None if launched <= begin else before.recovery_at)]
-            marks += [Mark("decide", before.recovery_at)]
+            marks += [Moment("meet", None if launched <= begin else before.recovery_at)]
+            marks += [Moment("decide", before.recovery_at)]
         if started is not None and started.paused and before.recovery_at is not None:
-            marks.append(Mark("pause", before.recovery_at + started.paused))
+            marks.append(Moment("pause", before.recovery_at + started.paused))
         marks += [
-            Mark("meet", attempt.started_at),
-            Mark("start", attempt.workers_at),
-            Mark("import", (ready.torch or None) if ready is not None else None),
+            Moment("meet", attempt.started_at),
+            Moment("start", attempt.workers_at),
+            Moment("import", (ready.torch or None) if ready is not None else None),
         ]
     if ready is not None:
+        if ready.imported:  # Holdfast's own modules may come first, or long after torch
+            marks += [Moment("setup", ready.importing or None), Moment("import", ready.imported)]
         return [
             *marks,
-            Mark("setup", ready.start),
-            Mark("join", ready.search),
-            Mark("load", ready.loaded),
-            Mark("prepare", attempt.ready_at),
+            Moment("setup", ready.start),
+            Moment("join", ready.search),
+            Moment("load", ready.loaded),
+            Moment("prepare", attempt.ready_at),
         ]
     search = None
     if attempt.resumed is not None and attempt.resumed_at is not None:
         search = attempt.resumed_at - max(0.0, attempt.resumed.seconds)
-    return [*marks, Mark("setup", None), Mark("join", search), Mark("load", attempt.resumed_at)]
+    return [*marks, Moment("setup", None), Moment("join", search), Moment("load", attempt.resumed_at)]
 
 
 def _alone(attempt: JournalledAttempt) -> bool:

@@ -3,8 +3,8 @@
 A front is a package's `__init__`. It lists what outsiders may import under `if TYPE_CHECKING:`, once and
 typed, and costs next to nothing to import: needing one name of a room does not cost the others, nor torch.
 
-The import that does cost something is torch's. When it was over is noted here, for the account of a restart:
-by a finder that finds nothing, and so changes nothing about any import.
+The imports that do cost something are torch's and, with it, that of `holdfast.run`. When they took place is
+noted here, for the account of a restart: by a finder that finds nothing, and so changes nothing about them.
 """
 
 from __future__ import annotations
@@ -56,31 +56,45 @@ def _home(package: str, module: str, name: str) -> tuple[str, str]:
     return (f"{package}.{name}", "") if module == package else (module, name)
 
 
-class TorchWatch(MetaPathFinder):
-    """Notes when torch was last seen to import a part of itself, which ends a few milliseconds before its own
-    import does."""
+OURS = "holdfast.run"
+"""What a script imports of Holdfast. It brings most of our modules, and many of torch's."""
+
+
+class ImportWatch(MetaPathFinder):
+    """Notes when torch and Holdfast are imported, from what they import themselves: the last of that is a few
+    milliseconds before the end."""
 
     def __init__(self) -> None:
-        self.at = time.time() if "torch" in sys.modules else 0.0
-        """In seconds since 1970; 0 while torch has not been imported. If it was there first: from then on."""
+        self.torch_at = time.time() if "torch" in sys.modules else 0.0
+        """When torch had been imported, in seconds since 1970; 0 while it has not. If it was there first:
+        from then on."""
+        self.ours_from = self.ours_at = 0.0
+        """When the import of Holdfast's modules began, and when they had been imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Python's finder interface: another finder has to find it."""
         del path, target
-        if name.startswith("torch."):
-            spec = getattr(sys.modules.get("torch"), "__spec__", None)
-            if getattr(spec, "_initializing", False):
-                self.at = time.time()
+        if name == OURS:
+            self.ours_from = self.ours_at = time.time()
+        elif name.startswith("torch.") and _is_being_imported("torch"):
+            self.torch_at = time.time()
+        if _is_being_imported(OURS):
+            self.ours_at = time.time()
 
 
-def watch_torch() -> None:
-    """From here on, it is noted when torch is imported in this process."""
-    sys.meta_path.insert(0, TorchWatch())
+def _is_being_imported(name: str) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
-def torch_imported_at() -> float:
-    """When torch had been imported, in seconds since 1970, as far as was seen; 0 if that is not known."""
-    return max((finder.at for finder in sys.meta_path if isinstance(finder, TorchWatch)), default=0.0)
+def watch_imports() -> None:
+    """From here on, it is noted when torch and Holdfast are imported in this process."""
+    sys.meta_path.insert(0, ImportWatch())
+
+
+def seen_imports() -> ImportWatch | None:
+    """What was noted; None if nothing was."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, ImportWatch)), None)
 
 
 def _by_looking(package: str) -> dict[str, tuple[str, str]]:

@@ -98,6 +98,10 @@ class RankStarted(Event, tag="rank_started"):
     """When its process began; in a restart in place, long before this attempt."""
     torch: float
     """When torch had been imported."""
+    importing: float
+    """When the import of Holdfast's own modules began, which may be much later."""
+    imported: float
+    """When they had been imported."""
     start: float
     """When the script called `run.start()`, or began its loop."""
     search: float
