@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.account import incidents_of, ledger_of, remarks_of
 from holdfast.account.incidents import Incident
-from holdfast.account.ledger import PHASES, UNKNOWN, Moment, Phase, largest, split, together
+from holdfast.account.ledger import PHASES, UNKNOWN, PhaseEnd, Phase, largest, split, together
 from holdfast.account.words import back_line, closing_line, cost_of, phases_text
 from holdfast.journal import Event, JournalLine
 from holdfast.journal.events import (
@@ -238,7 +238,7 @@ anything = st.one_of(st.just(0.0), times, st.floats(allow_nan=False, allow_infin
 def test_phases_add_up_exactly_and_are_never_negative(
     begin: float, end: float, marks: list[tuple[str, float | None]]
 ) -> None:
-    phases = split(begin, end, [Moment(*mark) for mark in marks])
+    phases = split(begin, end, [PhaseEnd(*mark) for mark in marks])
     assert sum(phase.seconds for phase in phases) == max(0.0, end - begin)
     assert all(phase.seconds > 0 for phase in phases)
     assert sum(phase.seconds for phase in together([phases, phases])) == 2 * max(0.0, end - begin)

@@ -230,6 +230,7 @@ def _incident(
     ended = max(ended, fault.at)
     back = max(fault.at, first_done if first_done is not None else ended)
     trained = next((one for one in life[index + 1 : until] if one.steps), None)
+    phases = way_back(failed, life[index + 1 : until], fault.at, back)
     return Incident(
         number=number,
         attempt=failed.number,
@@ -250,13 +251,13 @@ def _incident(
         resumed_at=resumed.resumed_at if resumed else None,
         caught_up_at=caught_up,
         ended_at=ended,
-        seconds_down=back - fault.at,
+        seconds_down=sum(phase.seconds for phase in phases),
         seconds_lost=ended - fault.at,
         steps_lost=_steps_lost(position, resumed, steps[0].step if steps else None),
         failed_at_step=position,
         overtaken_by=number + 1 if overtaken else None,
         open=caught_up is None and not overtaken,
-        phases=way_back(failed, life[index + 1 : until], fault.at, back),
+        phases=phases,
         traced=trained is not None and trained.ready is not None,
     )
 

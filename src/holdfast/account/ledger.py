@@ -406,20 +406,20 @@ class Phase(NamedTuple):
     """What it consisted of, if that is known; adds up to `seconds`."""
 
 
-class Moment(NamedTuple):
+class PhaseEnd(NamedTuple):
     """A moment at which a phase ended; None if nobody wrote it down."""
 
     phase: str
     at: float | None
 
 
-def split(begin: float, end: float, marks: Iterable[Moment]) -> tuple[Phase, ...]:
+def split(begin: float, end: float, marks: Iterable[PhaseEnd]) -> tuple[Phase, ...]:
     """The time from `begin` to `end`, by phase. `marks` are in the order in which they happen."""
     cursor = begin = _on_grid(begin)
     end = max(begin, _on_grid(end))
     seconds = dict.fromkeys(PHASES, 0.0)
     missing = False
-    for phase, at in [*marks, Moment(UNKNOWN, end)]:
+    for phase, at in [*marks, PhaseEnd(UNKNOWN, end)]:
         if at is None:
             missing = True
             continue
@@ -445,9 +445,9 @@ def way_back(
             first = attempt.steps[0]
             load = attempt.ready.load if attempt.ready is not None else None
             marks += [
-                Moment("setup", first.start if attempt.ready is not None else None),
-                Moment("data", first.start + attempt.data_seconds),
-                Moment("first step", first.end),
+                PhaseEnd("setup", first.start if attempt.ready is not None else None),
+                PhaseEnd("data", first.start + attempt.data_seconds),
+                PhaseEnd("first step", first.end),
             ]
             break
         marks += _end_marks(attempt, next(iter(following[nth:]), None))
@@ -455,7 +455,7 @@ def way_back(
     return tuple(_with_parts(phase, load) for phase in split(begin, end, marks))
 
 
-def _end_marks(attempt: JournalledAttempt, after: JournalledAttempt | None) -> list[Moment]:
+def _end_marks(attempt: JournalledAttempt, after: JournalledAttempt | None) -> list[PhaseEnd]:
     """What happened between a fault and the decision about it."""
     ended = attempt.ended
     noticed, stopped = (ended.noticed or None, ended.stopped or None) if ended is not None else (None, None)
@@ -465,58 +465,58 @@ def _end_marks(attempt: JournalledAttempt, after: JournalledAttempt | None) -> l
         if stopped is None and after is not None:
             stopped = after.left_at
         return [
-            Moment("detect", first),
-            *([Moment("stop", stopped)] if stopped is not None else []),
-            Moment("decide", attempt.recovery_at if attempt.recovery_at is not None else planned),
+            PhaseEnd("detect", first),
+            *([PhaseEnd("stop", stopped)] if stopped is not None else []),
+            PhaseEnd("decide", attempt.recovery_at if attempt.recovery_at is not None else planned),
         ]
     if ended is None or ended.outcome == "lost" or _alone(attempt):
         return []  # nobody was left, or there, to write down more than the end
     reported = attempt.reported_at  # all there is of an older release
     return [
-        Moment("detect", noticed if noticed is not None else reported),
-        Moment("stop", stopped if stopped is not None else reported),
-        Moment("decide", attempt.recovery_at if attempt.recovery_at is not None else attempt.ended_at),
+        PhaseEnd("detect", noticed if noticed is not None else reported),
+        PhaseEnd("stop", stopped if stopped is not None else reported),
+        PhaseEnd("decide", attempt.recovery_at if attempt.recovery_at is not None else attempt.ended_at),
     ]
 
 
-def _start_marks(attempt: JournalledAttempt, before: JournalledAttempt, begin: float) -> list[Moment]:
+def _start_marks(attempt: JournalledAttempt, before: JournalledAttempt, begin: float) -> list[PhaseEnd]:
     """What happened from there until the attempt was ready for a step."""
     ready, started = attempt.ready, attempt.started
-    marks: list[Moment] = []
+    marks: list[PhaseEnd] = []
     if before.planned is not None:
-        marks.append(Moment("meet", attempt.again_at))
+        marks.append(PhaseEnd("meet", attempt.again_at))
     elif _alone(attempt):
-        marks.append(Moment("queue", ready.process if ready is not None and _nobody(attempt) else None))
-        marks.append(Moment(UNKNOWN, ready.process if ready is not None else None))
-        marks.append(Moment("import", ready.torch if ready is not None else None))
+        marks.append(PhaseEnd("queue", ready.process if ready is not None and _nobody(attempt) else None))
+        marks.append(PhaseEnd(UNKNOWN, ready.process if ready is not None else None))
+        marks.append(PhaseEnd("import", ready.torch if ready is not None else None))
     else:
         launched = started.launched if started is not None else 0.0
-        marks += [Moment("queue", launched)] if launched else []
+        marks += [PhaseEnd("queue", launched)] if launched else []
         if (before.ended is None or before.ended.outcome == "lost") and before.recovery_at is not None:
             # By the next leader: of the same launch, which had to notice and to meet first, or of another.
-            marks += [Moment("meet", None if launched <= begin else before.recovery_at)]
-            marks += [Moment("decide", before.recovery_at)]
+            marks += [PhaseEnd("meet", None if launched <= begin else before.recovery_at)]
+            marks += [PhaseEnd("decide", before.recovery_at)]
         if started is not None and started.paused and before.recovery_at is not None:
-            marks.append(Moment("pause", before.recovery_at + started.paused))
+            marks.append(PhaseEnd("pause", before.recovery_at + started.paused))
         marks += [
-            Moment("meet", attempt.started_at),
-            Moment("start", attempt.workers_at),
-            Moment("import", (ready.torch or None) if ready is not None else None),
+            PhaseEnd("meet", attempt.started_at),
+            PhaseEnd("start", attempt.workers_at),
+            PhaseEnd("import", (ready.torch or None) if ready is not None else None),
         ]
     if ready is not None:
         if ready.imported:  # Holdfast's own modules may come first, or long after torch
-            marks += [Moment("setup", ready.importing or None), Moment("import", ready.imported)]
+            marks += [PhaseEnd("setup", ready.importing or None), PhaseEnd("import", ready.imported)]
         return [
             *marks,
-            Moment("setup", ready.start),
-            Moment("join", ready.search),
-            Moment("load", ready.loaded),
-            Moment("prepare", attempt.ready_at),
+            PhaseEnd("setup", ready.start),
+            PhaseEnd("join", ready.search),
+            PhaseEnd("load", ready.loaded),
+            PhaseEnd("prepare", attempt.ready_at),
         ]
     search = None
     if attempt.resumed is not None and attempt.resumed_at is not None:
         search = attempt.resumed_at - max(0.0, attempt.resumed.seconds)
-    return [*marks, Moment("setup", None), Moment("join", search), Moment("load", attempt.resumed_at)]
+    return [*marks, PhaseEnd("setup", None), PhaseEnd("join", search), PhaseEnd("load", attempt.resumed_at)]
 
 
 def _alone(attempt: JournalledAttempt) -> bool:
