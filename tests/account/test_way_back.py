@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+import os
+import signal
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,9 +16,9 @@ from hypothesis import strategies as st
 
 from holdfast.account import incidents_of, ledger_of, remarks_of
 from holdfast.account.incidents import Incident
-from holdfast.account.ledger import PHASES, UNKNOWN, PhaseEnd, Phase, largest, split, together
+from holdfast.account.ledger import PHASES, UNKNOWN, Phase, PhaseEnd, largest, split, together
 from holdfast.account.words import back_line, closing_line, cost_of, phases_text
-from holdfast.journal import Event, JournalLine
+from holdfast.journal import Event, JournalLine, read_journal
 from holdfast.journal.events import (
     Account,
     AttemptEnded,
@@ -30,8 +35,10 @@ from holdfast.journal.events import (
     WorkerFailed,
     WorkersStarted,
 )
+from kit.harness import REPO, finish, holdfast, job, wait_until
 from kit.journals import START, Journal, killed_and_corrupted
 
+SCRIPT = REPO / "tests" / "scripts" / "train" / "train_timed.py"
 Told = list[tuple[float, str, int, Event]]
 """Seconds after START, writer, attempt, event."""
 
@@ -291,3 +298,50 @@ def test_a_journal_in_the_making_shows_no_phase_without_a_fault() -> None:
     run = Journal().start().steps(1, 5)
     assert incidents_of(run.lines) == []
     assert ledger_of(run.lines).back == ()
+
+
+# --- a real fault
+
+
+def last_step_of(place: Path, attempt: int, rank: int) -> tuple[int, int]:
+    """The last step that a rank has done, and its process."""
+    told = place / f"steps-{attempt}-{rank}"
+    step, pid = told.read_text().split() if told.exists() and told.read_text() else ("0", "0")
+    return int(step), int(pid)
+
+
+@pytest.mark.drill
+def test_the_phases_of_a_real_kill_are_those_that_others_saw(tmp_path: Path) -> None:
+    """Two ranks, one is killed; what the script and this test saw by their own clocks is what is told."""
+    with job(
+        holdfast("run", "--nproc-per-node", "2", "--run-dir", "run", str(SCRIPT)), cwd=tmp_path
+    ) as launch:
+        wait_until(lambda: last_step_of(tmp_path, 0, 1)[0] >= 12, 60, "step 12")
+        killed_at = time.time()
+        os.kill(last_step_of(tmp_path, 0, 1)[1], signal.SIGKILL)
+        result = launch.wait(90)
+    assert result.code == 0, result.text
+    (incident,) = incidents_of(read_journal(tmp_path / "run" / "journal"))
+    saw = {rank: ast.literal_eval((tmp_path / f"moments-1-{rank}").read_text()) for rank in (0, 1)}
+    told, ends = by_name(incident), dict[str, float]()
+    assert sum(told.values()) == incident.seconds_down
+    assert UNKNOWN not in told
+    cursor = incident.at
+    for name, seconds in told.items():
+        cursor += seconds
+        ends[name] = cursor
+    print(told, saw[0], killed_at)
+    assert killed_at <= incident.at < killed_at + 0.5
+    assert ends["start"] == pytest.approx(saw[0]["began"], abs=0.5)
+    assert ends["setup"] == pytest.approx(saw[0]["setup"], abs=0.1)
+    assert told["setup"] > 0.6
+    assert ends["data"] == pytest.approx(saw[0]["data"], abs=0.1)
+    assert told["data"] == pytest.approx(0.3, abs=0.2)
+    assert 0.2 < told["first step"] < 0.7
+    assert ends["first step"] == pytest.approx(saw[0]["first step"], abs=0.1)
+    assert incident.at + incident.seconds_down == pytest.approx(ends["first step"])
+    back = phases_text(incident.phases)
+    assert back.count(",") == 2
+    assert f"({back})" in result.err
+    assert back in finish(holdfast("why", "run"), cwd=tmp_path).out
+    assert back in finish(holdfast("status", "run"), cwd=tmp_path).out
