@@ -235,10 +235,13 @@ class Session:
         if self.group.is_coordinator:
             process, imports = began_at(os.getpid()), seen_imports()
             # A forked process was given what its parent had imported before.
+            torch_at = max(process, imports.torch_at) if imports is not None else 0.0
+            slow = imports.take_slow(torch_at) if imports is not None else {}
             self.member.journal.write(
                 RankStarted(
                     process=process,
-                    torch=max(process, imports.torch_at) if imports is not None else 0.0,
+                    torch=torch_at,
+                    imports={name: round(seconds, 3) for name, seconds in slow.items()},
                     importing=imports.ours_from if imports is not None else 0.0,
                     imported=imports.ours_at if imports is not None else 0.0,
                     start=self._started,

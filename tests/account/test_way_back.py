@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from holdfast.account import incidents_of, ledger_of, remarks_of
 from holdfast.account.incidents import Incident
 from holdfast.account.ledger import PHASES, UNKNOWN, Phase, PhaseEnd, largest, split, together
 from holdfast.account.words import back_line, closing_line, cost_of, phases_text
+from holdfast.base import duration
 from holdfast.journal import Event, JournalLine, read_journal
 from holdfast.journal.events import (
     Account,
@@ -35,6 +37,9 @@ from holdfast.journal.events import (
     WorkerFailed,
     WorkersStarted,
 )
+from holdfast.observe.report import report_html
+from holdfast.observe.status import LastIncident, _take_way_back
+from holdfast.record import ControlDirectory
 from kit.harness import REPO, finish, holdfast, job, wait_until
 from kit.journals import START, Journal, killed_and_corrupted
 
@@ -120,6 +125,17 @@ def test_parts_of_a_load_that_ran_side_by_side_add_up_to_the_load() -> None:
     told[10] = (125, "rank-0", 2, ready(109, 113, (115, 116), 118, 119, 123.5, LoadTimes(9.0, 9.0, 4.5, 4.5)))
     (load,) = [phase for phase in only(told).phases if phase.name == "load"]
     assert dict(load.parts) == {"read": 1.5, "digest": 1.5, "copy": 0.75, "check": 0.75}
+
+
+def test_what_took_long_to_import_is_named_within_the_setup() -> None:
+    told = killed()
+    began = ready(109, 113, (115, 116), 118, 119, 123.5)
+    began = msgspec.structs.replace(began, imports={"torch._dynamo": 3.0, "transformers": 0.5})
+    told[10] = (125, "rank-0", 2, began)
+    (setup,) = [phase for phase in only(told).phases if phase.name == "setup"]
+    assert dict(setup.parts) == {
+        "import of torch._dynamo": 3.0, "import of transformers": 0.5, "the rest": 1.5,
+    }  # fmt: skip
 
 
 def test_a_pause_and_a_time_without_a_launch_are_phases_of_their_own() -> None:
@@ -230,6 +246,37 @@ def test_a_phase_that_hardly_counts_is_not_named() -> None:
     assert [phase.name for phase in largest([Phase("load", 99), Phase("meet", 1), Phase("start", 0)])] == [
         "load"
     ]
+
+
+def test_the_report_has_the_largest_first_and_every_phase_in_its_details() -> None:
+    page = report_html(lines_of(killed()), title="run")
+    top, _, rest = page.partition('id="incidents"')
+    assert "(setup 5.0 s, load 4.5 s, import 4.0 s)" in top
+    for name, seconds in KILLED.items():
+        assert re.search(rf">{name} {duration(seconds)}[ <]", rest), name
+    assert "read 2.0 s, digest 1.0 s, copy 500 ms, the rest 1.0 s" in rest
+    assert "From the faults to the next steps: 31.0 s, setup 5.0 s" in page
+
+
+def test_the_status_says_it_from_the_ends_of_the_files_alone(tmp_path: Path) -> None:
+    control = ControlDirectory.open_or_create(tmp_path / "run")[0]
+    lines = lines_of(killed())
+    early = [line for line in lines if line.attempt == 1 and isinstance(line.body, StepsDone)]
+    late = JournalLine(
+        v=1, at=START + 200, who="rank-0", attempt=2, seq=0, body=StepsDone(first=2, seconds=[1.0] * 40_000)
+    )
+    control.journal.mkdir(exist_ok=True)
+    for line in [*early * 40_000, *lines, *[late] * 4]:
+        path = control.journal / f"{line.attempt:06d}-{line.who}-1.jsonl"
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+    incident = LastIncident(attempt=1, text="it failed")
+    read = time.process_time()
+    _take_way_back(incident, control, sorted(path.name for path in control.journal.iterdir()), 2)
+    assert time.process_time() - read < 1
+    assert incident.seconds_down == 31
+    assert incident.phases == KILLED
+    assert incident.text == "it failed; trained again after 31.0 s, setup 5.0 s, load 4.5 s, import 4.0 s"
 
 
 # --- whatever the lines say

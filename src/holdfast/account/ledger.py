@@ -20,7 +20,6 @@ from holdfast.journal.events import (
     AttemptStarted,
     DecisionMade,
     FunctionRestarted,
-    LoadTimes,
     OperatorActed,
     RankStarted,
     RestartFaulted,
@@ -438,21 +437,21 @@ def way_back(
 ) -> tuple[Phase, ...]:
     """How the run came back from the end of `failed`, between these moments, through `following` attempts."""
     marks = _end_marks(failed, next(iter(following), None))
-    before, load = failed, None
+    before, ready = failed, None
     for nth, attempt in enumerate(following, 1):
         marks += _start_marks(attempt, before, begin)
         if attempt.steps:
             first = attempt.steps[0]
-            load = attempt.ready.load if attempt.ready is not None else None
+            ready = attempt.ready
             marks += [
-                PhaseEnd("setup", first.start if attempt.ready is not None else None),
+                PhaseEnd("setup", first.start if ready is not None else None),
                 PhaseEnd("data", first.start + attempt.data_seconds),
                 PhaseEnd("first step", first.end),
             ]
             break
         marks += _end_marks(attempt, next(iter(following[nth:]), None))
         before = attempt
-    return tuple(_with_parts(phase, load) for phase in split(begin, end, marks))
+    return tuple(_with_parts(phase, ready) for phase in split(begin, end, marks))
 
 
 def _end_marks(attempt: JournalledAttempt, after: JournalledAttempt | None) -> list[PhaseEnd]:
@@ -529,11 +528,14 @@ def _nobody(attempt: JournalledAttempt) -> bool:
     return attempt.started is not None and attempt.started.launcher == "none"
 
 
-def _with_parts(phase: Phase, load: LoadTimes | None) -> Phase:
-    """The load in its parts. What ran side by side is shown by its share."""
-    if phase.name != "load" or load is None:
-        return phase
-    told = {"read": load.read, "digest": load.digest, "copy": load.copy, "check": load.check}
+def _with_parts(phase: Phase, ready: RankStarted | None) -> Phase:
+    """A load, or what the script does, in its parts. What ran side by side is shown by its share."""
+    told: dict[str, float] = {}
+    if ready is not None and phase.name == "load" and ready.load is not None:
+        load = ready.load
+        told = {"read": load.read, "digest": load.digest, "copy": load.copy, "check": load.check}
+    elif ready is not None and phase.name == "setup":
+        told = {f"import of {name}": seconds for name, seconds in ready.imports.items()}
     whole = sum(seconds for seconds in told.values() if seconds > 0)
     if whole <= 0:
         return phase

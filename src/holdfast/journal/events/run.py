@@ -110,6 +110,8 @@ class RankStarted(Event, tag="rank_started"):
     """When the state was in place."""
     load: LoadTimes | None = None
     """What the load consisted of, if it was measured."""
+    imports: dict[str, float] = msgspec.field(default_factory=dict)
+    """What else took long to import after torch, in seconds: `--preload` could spare restarts that."""
 
     def render(self) -> Rendered:
         took = f"{duration(max(0.0, self.loaded - self.start))} after the script had got ready"

@@ -140,7 +140,7 @@ class Vigil:
         if self._in_process is not None:
             self._in_process.pause(seconds)
         else:
-            self._workers.pause(seconds)
+            time.sleep(seconds)
 
     def _tend(self) -> None:
         """Every now and then, reap what was left behind, and see that the keeper is alive."""

@@ -243,21 +243,6 @@ class Workers:
                     self.seen.setdefault(rank, time.time())
         return found
 
-    def pause(self, seconds: float) -> None:
-        """Wait this long, or until a worker ends that was not seen to have ended yet."""
-        with contextlib.ExitStack() as opened:
-            ends = select.poll()
-            try:
-                for rank, pid in self.pids.items():
-                    if rank not in self.seen:
-                        descriptor = os.pidfd_open(pid)
-                        opened.callback(os.close, descriptor)
-                        ends.register(descriptor, select.POLLIN)
-            except OSError:  # no descriptor to be had; the next look sees it all the same
-                time.sleep(seconds)
-                return
-            ends.poll(seconds * 1000)
-
     def signal(self, number: int, kill: Collection[int] = ()) -> None:
         """Send a signal to every worker's process group, SIGKILL to those of the ranks in `kill`.
 
