@@ -212,6 +212,12 @@ def test_a_restart_in_place_has_its_phases_too() -> None:
     assert "decide" not in found
 
 
+def test_a_rank_that_was_done_long_before_is_not_when_it_failed() -> None:
+    told = killed()
+    done = WorkerFailed(rank=2, node="a", pid=3, exit_code=0, left=True, at=START + 40)
+    assert by_name(only([*told, (102, "agent-a", 1, done)])) == KILLED
+
+
 def test_an_older_releases_journal_tells_what_it_told() -> None:
     run = killed_and_corrupted()
     for incident in incidents_of(run.lines):
