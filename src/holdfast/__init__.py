@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.base import install as _install
 from holdfast.base import offers
+from holdfast.base import watch_imports as _watch_imports
 from holdfast.errors import ExitCode, HoldfastError, RunEnded, Stopped
 
 if TYPE_CHECKING:
@@ -55,4 +56,5 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+_watch_imports()  # torch's and our own take a good part of every restart
 _install()  # what Holdfast logs, and nobody takes, becomes lines with a time and a rank

@@ -205,6 +205,8 @@ class Run:
         stragglers = session.stragglers
         if stragglers is not None:
             stragglers.end_step()
+        if session.feed is not None:
+            self._meter.first_batch(session.feed.first_drawn)
         self._meter.end_step()
         step = self._meter.step
         session.tracked.gradients.end_step()

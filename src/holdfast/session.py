@@ -27,7 +27,14 @@ import msgspec
 import torch
 
 from holdfast import __version__
-from holdfast.base import collective_timeout, leavable, scope, to_the_end, torch_internals
+from holdfast.base import (
+    collective_timeout,
+    leavable,
+    scope,
+    seen_imports,
+    to_the_end,
+    torch_internals,
+)
 from holdfast.checkpoint import ReadBack, Retainer, sweep_staging
 from holdfast.checkpoint.choose import LoadedState, ResumeDecision, Resumer, open_at_start
 from holdfast.checkpoint.format import OF_THE_JOB, CheckpointName, CheckpointRoot, Versions, digest_bytes
@@ -45,8 +52,9 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.journal import Event
-from holdfast.journal.events import Account, AttemptEnded, RunFinished, Warned
+from holdfast.journal.events import Account, AttemptEnded, LoadTimes, RankStarted, RunFinished, Warned
 from holdfast.policy import CHECKPOINTING, LOADING, STEP, RetentionRules, Source
+from holdfast.process import began_at
 from holdfast.record import (
     Decisions,
     EndRecord,
@@ -108,6 +116,9 @@ class Session:
     def __init__(self, file: str | os.PathLike[str] | None, keywords: Mapping[str, object]) -> None:
         """`keywords`: settings, spelt `<section>_<key>`."""
         self.around = Surroundings()
+        self._started = self._searched = self._loaded = 0.0
+        """When `start` was called, the search for a checkpoint began, and the state was in place."""
+        self._load_times: LoadTimes | None = None
         self.crash: BaseException | None = None
         self.lost = ""
         """Why this attempt has lost its lease; empty as long as it is not known to have."""
@@ -196,6 +207,7 @@ class Session:
     def start(self) -> None:
         """Join the attempt and resume."""
         chosen = self.settings
+        self._started = time.time()
         try:
             self._join()
             self.halting.joined(chosen, self.group, self.member, self.schedule.last_commit)
@@ -213,9 +225,31 @@ class Session:
                 self._judge_collectives()
             self._tell_idle()
             self.pinging = Pinging(chosen.health, self.group, self.member.journal)
+            self._tell_start()
         except BaseException:
             self.close()  # a run that could not start must keep neither lease nor signals
             raise
+
+    def _tell_start(self) -> None:
+        """Rank 0 says how it got here, for the account of a restart."""
+        if self.group.is_coordinator:
+            process, imports = began_at(os.getpid()), seen_imports()
+            # A forked process was given what its parent had imported before.
+            torch_at = max(process, imports.torch_at) if imports is not None else 0.0
+            slow = imports.take_slow(torch_at) if imports is not None else {}
+            self.member.journal.write(
+                RankStarted(
+                    process=process,
+                    torch=torch_at,
+                    imports={name: round(seconds, 3) for name, seconds in slow.items()},
+                    importing=imports.ours_from if imports is not None else 0.0,
+                    imported=imports.ours_at if imports is not None else 0.0,
+                    start=self._started,
+                    search=self._searched,
+                    loaded=self._loaded,
+                    load=self._load_times,
+                )
+            )
 
     def _join(self) -> None:
         group = join_group(self.settings.checkpoint.timeout + EXCHANGE_SLACK)
@@ -400,11 +434,14 @@ class Session:
         self.tracked.begin()
         resumer = self._make_resumer()
         wish = Wish(self.settings.checkpoint, group, member)
+        self._searched = time.time()
         with leavable():  # a load may take long, and is done again if it is cut off
             decision, state = resumer.resume(wish.value, force=wish.force)
         wish.followed(decision)
         if state is not None:
             self._take_up(state, decision.step, resumer.counted)
+        self._loaded = time.time()
+        self._load_times = _load_times(state)
         rung = decision.rung
         name = CheckpointName(rung.step, rung.id) if rung is not None else None
         manifest = state.manifest if state is not None else None
@@ -855,6 +892,15 @@ class Surroundings:
         """The run ends without having stopped as it was asked to."""
         if self._scope is not None:
             self._scope.stop = halting.asked_by
+
+
+def _load_times(state: LoadedState | None) -> LoadTimes | None:
+    """What the load says of its parts; None where it measured none."""
+    found = getattr(state, "times", None)
+    if found is None:
+        return None
+    named = {name: float(getattr(found, name, 0.0)) for name in ("read", "digest", "copy", "check")}
+    return LoadTimes(**named, bytes=int(getattr(found, "bytes", 0)))
 
 
 # What a run is made of: versions of code, settings and libraries, and what changed since a checkpoint.

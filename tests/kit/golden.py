@@ -36,9 +36,10 @@ REPLACED = [
     (r"step_\d{8}-ID holds", "CHECKPOINT holds"),
     (r"Productive time: \d+%", "Productive time: P%"),
     (r"T( T)+", "T"),
+    (r"\(([a-z]+( step)? T(, )?){1,3}\)", "(BY PHASE)"),  # which take the longest depends on the machine
     (
-        r"T: T until it trained again, then (.*) in T\b",
-        r"T until it trained again, \1",
+        r"T: T until it trained again( \(BY PHASE\))?, then (.*) in T\b",
+        r"T until it trained again\1, \2",
     ),  # told where it counts
 ]
 

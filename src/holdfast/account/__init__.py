@@ -29,7 +29,15 @@ if TYPE_CHECKING:
         observed_costs,
         stops_of,
     )
-    from holdfast.account.ledger import JournalledAttempt, Ledger, attempts_of, ledger_of, steps_done
+    from holdfast.account.ledger import (
+        PHASES,
+        JournalledAttempt,
+        Ledger,
+        Phase,
+        attempts_of,
+        ledger_of,
+        steps_done,
+    )
     from holdfast.account.remarks import KINDS, Remark, answers_of, counts_by_kind, remarks_of
     from holdfast.account.words import (
         Story,
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
         five_answers,
         incident_line,
         incident_text,
+        phases_text,
         stop_text,
     )
 else:

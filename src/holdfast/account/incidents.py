@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import median, mode
 
 from holdfast.account.answers import account_of_exit_code
-from holdfast.account.ledger import JournalledAttempt, attempts_of
+from holdfast.account.ledger import JournalledAttempt, Phase, attempts_of, way_back
 from holdfast.base import plural, printable
 from holdfast.checkpoint.format import parse_name
 from holdfast.journal import REPORTER, JournalLine
@@ -74,6 +74,10 @@ class Incident:
     """Bad copies of what was resumed from, and what was used instead."""
     settled: tuple[str, ...] = ()
     """What was later found out about checkpoints that might have been the cause."""
+    phases: tuple[Phase, ...] = ()
+    """What `seconds_down` was spent on; adds up to it exactly."""
+    traced: bool = False
+    """Whether rank 0 itself wrote down how it came back; an older release did not."""
 
 
 def incidents_of(lines: list[JournalLine]) -> list[Incident]:
@@ -224,6 +228,9 @@ def _incident(
     overtaken = following is not None and caught_up is None
     ended = caught_up if caught_up is not None else following[1].at if following is not None else last_at
     ended = max(ended, fault.at)
+    back = max(fault.at, first_done if first_done is not None else ended)
+    trained = next((one for one in life[index + 1 : until] if one.steps), None)
+    phases = way_back(failed, life[index + 1 : until], fault.at, back)
     return Incident(
         number=number,
         attempt=failed.number,
@@ -244,12 +251,14 @@ def _incident(
         resumed_at=resumed.resumed_at if resumed else None,
         caught_up_at=caught_up,
         ended_at=ended,
-        seconds_down=max(0.0, (first_done if first_done is not None else ended) - fault.at),
+        seconds_down=sum(phase.seconds for phase in phases),
         seconds_lost=ended - fault.at,
         steps_lost=_steps_lost(position, resumed, steps[0].step if steps else None),
         failed_at_step=position,
         overtaken_by=number + 1 if overtaken else None,
         open=caught_up is None and not overtaken,
+        phases=phases,
+        traced=trained is not None and trained.ready is not None,
     )
 
 

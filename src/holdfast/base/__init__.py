@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         unlink,
         write_durable,
     )
-    from holdfast.base.fronts import offers
+    from holdfast.base.fronts import offers, seen_imports, watch_imports
     from holdfast.base.lines import (
         FORMAT_VARIABLE,
         VERBOSITY_VARIABLE,

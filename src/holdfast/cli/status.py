@@ -228,6 +228,10 @@ def _as_json(incident: Incident | None) -> dict[str, object] | None:
         "resumed_step": incident.resumed_step,
         "seconds_lost": incident.seconds_lost,
         "seconds_down": incident.seconds_down,
+        "phases": [
+            {"name": phase.name, "seconds": phase.seconds, "parts": dict(phase.parts)}
+            for phase in incident.phases
+        ],
         "steps_lost": incident.steps_lost,
         "failed_at_step": incident.failed_at_step,
         "open": incident.open,

@@ -577,6 +577,7 @@ def _incident(one: Incident) -> dict[str, object]:
         "failed_at_step": one.failed_at_step,
         "steps_lost": one.steps_lost,
         "seconds_down": one.seconds_down,
+        "phases": {phase.name: phase.seconds for phase in one.phases},
         "seconds_lost": one.seconds_lost,
     }
 

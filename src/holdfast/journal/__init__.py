@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from holdfast.journal.reader import (
         JournalReader,
         batches,
+        heads,
         last_loss,
         last_step,
         nodes_started,

@@ -25,6 +25,7 @@ AnyEvent: TypeAlias = (
     | events.LeaseLost
     | events.AttemptStarted
     | events.WorkersStarted
+    | events.RankStarted
     | events.WorkerFailed
     | events.AttemptEnded
     | events.DecisionMade

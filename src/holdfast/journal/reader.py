@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,18 +131,27 @@ def _read_from(path: Path, offset: int) -> bytes:
 
 def read_tail(path: Path, limit: int) -> list[JournalLine]:
     """The lines in the last `limit` bytes of one file, however long it is; none if it cannot be read."""
+    return _read_end(path, limit, last=True)
+
+
+def read_head(path: Path, limit: int) -> list[JournalLine]:
+    """The lines in the first `limit` bytes of one file, likewise."""
+    return _read_end(path, limit, last=False)
+
+
+def _read_end(path: Path, limit: int, *, last: bool) -> list[JournalLine]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
                 return []
-            file.seek(max(0, info.st_size - limit))
+            file.seek(max(0, info.st_size - limit) if last else 0)
             parts = file.read(limit).split(b"\n")
     except OSError:
         return []
     if info.st_size > limit:
-        del parts[0]  # cut off where we began
+        del parts[0 if last else -1]  # cut off where we began, or stopped
     return [line for raw in parts if (line := parse_line(raw)) is not None]
 
 
@@ -170,14 +179,29 @@ class Batch(NamedTuple):
 
 def tails(journal: Path, files: list[str], attempt: int, who: str) -> list[JournalLine]:
     """The last lines of an attempt by writers whose name begins with `who`, oldest first."""
+    return _ends(journal, files, attempt, who, read_tail)
+
+
+def _ends(
+    journal: Path,
+    files: list[str],
+    attempt: int,
+    who: str,
+    read: Callable[[Path, int], list[JournalLine]],
+) -> list[JournalLine]:
     start = f"{attempt:06d}-{who}-"
     lines = [
         line
         for name in sorted(files)
         if name.startswith(start) and name.endswith(".jsonl")
-        for line in read_tail(journal / name, TAIL_BYTES)
+        for line in read(journal / name, TAIL_BYTES)
     ]
     return sorted(lines, key=lambda line: line.at)
+
+
+def heads(journal: Path, files: list[str], attempt: int, who: str) -> list[JournalLine]:
+    """The first lines of an attempt by writers whose name begins with `who`, oldest first."""
+    return _ends(journal, files, attempt, who, read_head)
 
 
 def batches(journal: Path, files: list[str], attempt: int) -> list[Batch]:

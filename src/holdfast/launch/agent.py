@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ from holdfast.journal.events import RunCreated, Warned, WorkersStarted
 from holdfast.launch.context import Interrupted, LaunchContext
 from holdfast.launch.in_place import Consent, InProcess
 from holdfast.launch.incident import (
+    PAUSE_POLL,
     Ends,
     Recovery,
     Vigil,
@@ -103,6 +105,8 @@ class HoldfastAgent(LocalElasticAgent):
         self._stopping: Stopping | None = None
         self._stop_file = StopFile(self._settings.stop_file(), say)
         self._rounds = 0
+        self._paused = 0.0
+        """Seconds for which an operator held the next attempt up."""
         self._warned = False
         self._oom_kills = 0
         self._dead: set[int] = set()
@@ -188,6 +192,8 @@ class HoldfastAgent(LocalElasticAgent):
                     members=self._meeting.members if self._meeting is not None else [],
                     max_restarts=self._settings.launch.max_restarts,
                     started_with=context.started_with,
+                    launched=context.began,
+                    paused=self._paused,
                 )
             except (HoldfastError, StopRun) as error:
                 refuse(store, error)
@@ -358,7 +364,10 @@ class HoldfastAgent(LocalElasticAgent):
     def _hold(self) -> int | None:
         """Between two attempts: wait while an operator pauses recovery; an exit code if it takes too long."""
         control, longest = self._context.control, self._settings.launch.max_pause
+        began = time.monotonic()
         if wait_while_paused(control, longest, check=self._check_pause, tell=say):
+            waited = time.monotonic() - began
+            self._paused = waited if waited >= PAUSE_POLL else 0.0
             return None
         code = ExitCode.PAUSED_TOO_LONG
         self._context.last_words = f"recovery stayed paused for {longest:g} s"
@@ -454,6 +463,7 @@ class HoldfastAgent(LocalElasticAgent):
             newcomers=spec.rdzv_handler.num_nodes_waiting,
             in_process=kept,
         ).watch()
+        attempt.noticed_at = time.time()
         if kept is not None:
             kept.close()
         self._report_end(attempt, notice, stopping, consent)
@@ -487,6 +497,7 @@ class HoldfastAgent(LocalElasticAgent):
         failures = self._gather(attempt, workers, failed)
         monitor.begin({})
         self._shutdown()
+        attempt.stopped_at = time.time()
         if notice.kind == "lease_lost":
             failures = []  # the run is another's now: record nothing there, and wait for nothing
         self._recovery.storage = None

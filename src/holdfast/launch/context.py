@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 import uuid
@@ -42,7 +43,7 @@ from holdfast.policy import (
     is_repeated,
     say_grace,
 )
-from holdfast.process import SeenSender, named, seen, take, watch
+from holdfast.process import SeenSender, began_at, named, seen, take, watch
 from holdfast.record import (
     ControlDirectory,
     LaunchInfo,
@@ -349,6 +350,8 @@ class LaunchContext:
     """Whether this agent led the last attempt."""
     last_words: str = ""
     """Why the launch ends, if its code alone does not say it."""
+    began: float = field(default_factory=lambda: began_at(os.getpid()))
+    """When this launch began, in seconds since 1970; 0 if that is not known."""
     directory: str = field(default_factory=_here)
     """The directory in which this agent was started, and is."""
     earlier_launches: list[str] = field(default_factory=list)

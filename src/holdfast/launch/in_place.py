@@ -106,6 +106,7 @@ class Consent:
         held_up = paused(attempt.control)
         if held_up is not None:
             return Denied(reason=f"recovery is paused by {held_up.describe()}")
+        attempt.stopped_at = time.time()  # all that still live have left the function and met
         pids = {one.member: one.pid for one in restart.ready}
         self._take(restart.faults, restart.iteration, len(restart.order), pids)
         first = restart.faults[0] if restart.faults else None
@@ -189,6 +190,7 @@ class Consent:
             max_restarts=context.settings.launch.max_restarts,
             started_with=context.started_with,
             world_size=world_size,
+            launched=context.began,
         )
 
 

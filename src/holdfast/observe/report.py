@@ -14,9 +14,11 @@ from pathlib import Path
 from holdfast import __version__
 from holdfast.account import (
     KINDS,
+    PHASES,
     Incident,
     JournalledAttempt,
     Ledger,
+    Phase,
     Remark,
     answers_of,
     attempts_of,
@@ -27,6 +29,7 @@ from holdfast.account import (
     incidents_of,
     investigations,
     ledger_of,
+    phases_text,
     remarks_of,
 )
 from holdfast.base import check_output, duration, plural, printable, replace_atomic, size
@@ -287,7 +290,7 @@ def _row_head(incident: Incident) -> str:
 
 def _row(incident: Incident, began: float) -> str:
     evidence = "".join(f"<li>{text(item)}</li>" for item in incident.evidence)
-    lost = "<br>".join(text(part) for part in cost(incident).split("\n"))
+    lost = "<br>".join(text(part) for part in cost(incident).split("\n")) + _phase_list(incident.phases)
     return (
         f'{_row_head(incident)}<td data-label="What happened"><p><b>{text(incident.what)}</b></p>'
         f'<p class="soft">attempt {incident.attempt}, '
@@ -296,6 +299,23 @@ def _row(incident: Incident, began: float) -> str:
         f'<td data-label="Decision">{text(incident.decision)}</td>'
         f'<td data-label="Time lost" class="num">{lost}</td></tr>'
     )
+
+
+def _phase_list(phases: Sequence[Phase]) -> str:
+    """Every phase of the way back, folded away, with what it is and its parts."""
+    if not phases:
+        return ""
+    rows = "".join(
+        f'<li title="{text(PHASES[phase.name])}">'
+        f"{text(phase.name)} {duration(phase.seconds)}{_parts(phase)}</li>"
+        for phase in phases
+    )
+    return f"<details><summary>by phase</summary><ul>{rows}</ul></details>"
+
+
+def _parts(phase: Phase) -> str:
+    named = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phase.parts)
+    return f' <span class="soft">({text(named)})</span>' if named else ""
 
 
 def _remarks(remarks: Sequence[Remark], began: float) -> str:
@@ -674,7 +694,7 @@ def report_html(
     life = attempts_of(lines)
     incidents = incidents_of(lines)
     remarks = remarks_of(lines, incidents)
-    ledger = ledger_of(lines)
+    ledger = ledger_of(lines, [incident.phases for incident in incidents if incident.traced])
     began = min((line.at for line in lines), default=0.0)
     head = text(title)
     return "\n".join(
@@ -762,6 +782,7 @@ def _chart(
 
 
 def _ledger(ledger: Ledger) -> str:
+    """Where the time went, and on what the time between the faults and the next steps was spent."""
     whole = ledger.whole
     if not whole:
         return ""
@@ -774,8 +795,15 @@ def _ledger(ledger: Ledger) -> str:
     )
     return (
         f'<h2>Where the time went</h2>\n<div class="card"><div class="bar" aria-hidden="true">{bar}</div>'
-        f'<ul class="parts">{rows}</ul></div>'
+        f'<ul class="parts">{rows}</ul>{_back(ledger.back)}</div>'
     )
+
+
+def _back(phases: Sequence[Phase]) -> str:
+    if not phases:
+        return ""
+    whole = duration(sum(phase.seconds for phase in phases))
+    return f'<p class="soft small">From the faults to the next steps: {whole}, {phases_text(phases, 5)}.</p>'
 
 
 def _refused(life: list[JournalledAttempt]) -> dict[str, list[str]]:

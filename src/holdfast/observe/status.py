@@ -19,13 +19,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.account import Incident, incident_line, remarks_of
+from holdfast.account import Incident, incident_line, incidents_of, phases_text, remarks_of
 from holdfast.base import duration, number, plural, printable
 from holdfast.checkpoint.choose import still_open
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format import MANIFEST, CheckpointName
 from holdfast.errors import MEANINGS, ControlError, ExitCode
-from holdfast.journal import REPORTER, batches, last_loss, last_step, nodes_started, rate, read_journal, tails
+from holdfast.journal import (
+    REPORTER,
+    JournalLine,
+    batches,
+    heads,
+    last_loss,
+    last_step,
+    nodes_started,
+    rate,
+    read_journal,
+    tails,
+)
 from holdfast.journal.events import (
     Account,
     StopAgreed,
@@ -194,12 +205,16 @@ class LastSave(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
+class LastIncident(msgspec.Struct, kw_only=True):
     attempt: int
     text: str
     at: float | None = None
     account: Account | None = None
     """The answers to who, what, why, what was done and what to do, if the launcher gave them."""
+    seconds_down: float | None = None
+    """From the fault to the first step after it; None while there is none, or if that is not known."""
+    phases: dict[str, float] = {}
+    """What that time was spent on; adds up to it."""
 
 
 class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,6 +325,9 @@ def status_of(control: ControlDirectory) -> Status:
     status.local_save = tried(lambda: _last_local_save(control), None)
     budget_of = newest.record.max_restarts if newest.record is not None else None
     status.incident = tried(lambda: _last_incident(control, numbers, status.state, files, budget_of), None)
+    if status.incident is not None:
+        known = status.incident
+        tried(lambda: _take_way_back(known, control, files, newest.number), None)
     status.budget = tried(lambda: _budget(control, newest, controls, budget_of), None)
     status.suspects = tried(lambda: _suspects(control, newest.number), [])
     return status
@@ -474,6 +492,27 @@ def _last_incident(
             )
             return LastIncident(attempt=nth, text=text, at=end.at)
     return None
+
+
+MOST_FOLLOWING = 3
+"""Attempts after an incident among which the first step after it is looked for."""
+
+
+def _take_way_back(incident: LastIncident, control: ControlDirectory, files: list[str], newest: int) -> None:
+    """On what the time was spent until the run trained again: from the end of the attempt that failed, and
+    from the beginnings of those after it, as rank 0 and the leading agent wrote them."""
+    failed, lines = incident.attempt, list[JournalLine]()
+    for nth in range(failed, min(newest, failed + MOST_FOLLOWING) + 1):
+        record = read_record(control.attempt(nth) / "attempt.json", AttemptRecord)
+        leader = f"agent-{record.nodes[0]}" if record is not None and record.nodes else "agent"
+        for who in (leader, REPORTER):
+            lines += (tails if nth == failed else heads)(control.journal, files, nth, who)
+    found = [one for one in incidents_of(sorted(lines, key=lambda line: line.at)) if one.attempt == failed]
+    for one in found:
+        if one.traced:
+            incident.seconds_down = one.seconds_down
+            incident.phases = {phase.name: phase.seconds for phase in one.phases}
+            incident.text += f"; trained again after {duration(one.seconds_down)}, {phases_text(one.phases)}"
 
 
 def _budget(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Process,
         Thread,
         Waking,
+        began_at,
         descends,
         is_gone,
         is_here,

@@ -111,6 +111,14 @@ def started_at(pid: int) -> int:
     return found.started if found is not None else 0
 
 
+def began_at(pid: int) -> float:
+    """When a process was started, in seconds since 1970, to a hundredth; 0 if that cannot be determined."""
+    ticks = started_at(pid)
+    if not ticks:
+        return 0.0
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
 def exit_code_of(pid: int) -> int:
     """How a process ended that its parent has not reaped yet, as from waitpid; otherwise 0."""
     fields = _stat(pid).rpartition(")")[2].split()

@@ -435,7 +435,7 @@ class Member:
         """What a run in the function writes to the journal; a launcher, if there is one, writes the rest."""
         if plan.iteration == 0:
             return []
-        again = FunctionRestarted(iteration=plan.iteration, rank=rank, seconds=self._waited())
+        again = FunctionRestarted(iteration=plan.iteration, rank=rank, seconds=self._waited(), at=time.time())
         if plan.launch or rank != 0:
             return [again]
         before = plan.iteration - 1

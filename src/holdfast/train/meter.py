@@ -42,6 +42,10 @@ class Meter:
         self._grad_norm: Any = None
         self._sample_digest = ""
         self._first = 1
+        self._any = False
+        """Whether any step was journalled yet."""
+        self._data_seconds = 0.0
+        """How long the first step had to wait for its first batch."""
         self._pending_loss: list[Any] = []
         self._pending_norm: list[Any] = []
         self._pending_seconds: list[float] = []
@@ -94,6 +98,11 @@ class Meter:
         """The loss that was recorded for this step, still on its device; None if none was."""
         return self._loss
 
+    def first_batch(self, drawn: float) -> None:
+        """In the first step: when its first batch was there (by `time.perf_counter`)."""
+        if not self._any and not self._pending_seconds:
+            self._data_seconds = max(0.0, drawn - self._began)
+
     def end_step(self) -> None:
         self.step += 1
         self._pending_loss.append(self._loss)
@@ -103,7 +112,8 @@ class Meter:
         self._pending_samples.append(self._sample_digest)
 
     def flush_due(self) -> bool:
-        return time.monotonic() - self._flushed >= self._flush_seconds
+        """The first step is written at once: with it, the run is back."""
+        return not self._any or time.monotonic() - self._flushed >= self._flush_seconds
 
     def flush(self, journal: JournalWriter, *, read_device: bool = True) -> None:
         """Write the steps since the last flush as one event.
@@ -125,8 +135,10 @@ class Meter:
                 loss=[encode_loss(loss) for loss in losses],
                 grad_norm=[encode_loss(norm) for norm in norms] if any(n is not None for n in norms) else [],
                 samples=self._pending_samples if any(self._pending_samples) else [],
+                data=0.0 if self._any else round(min(self._data_seconds, self._pending_seconds[0]), 6),
             )
         )
+        self._any = True
         self.told.clear()
         self._losses.extend(losses)
         self._norms.extend(norms)

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         FunctionRestarted,
         LeaseClaimed,
         LeaseLost,
+        LoadTimes,
+        RankStarted,
         RestartFaulted,
         RestartHandedOver,
         RestartPlanned,

@@ -37,6 +37,8 @@ class StepsDone(Event, tag="steps_done"):
     """Like `loss`, where the loop gave any."""
     samples: list[str] = msgspec.field(default_factory=list)
     """Digest of each step's sample ids, where the loop gave them."""
+    data: float = 0.0
+    """Seconds of an attempt's first step until its first batch was there; 0 in every other batch of steps."""
 
     def render(self) -> Rendered:
         count = max(len(self.seconds), len(self.loss), 1)

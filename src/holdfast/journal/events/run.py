@@ -53,6 +53,10 @@ class AttemptStarted(Event, tag="attempt_started"):
     launcher: str = "none"
     """`holdfast run`, `torchrun` or `none`."""
     torch: str = ""
+    launched: float = 0.0
+    """When the launch that this attempt belongs to began, in seconds since 1970; 0 if that is not known."""
+    paused: float = 0.0
+    """Seconds for which an operator had held it up."""
 
     def render(self) -> Rendered:
         where = f" on {plural(self.nodes, 'node')}" if self.nodes != 1 else ""
@@ -76,6 +80,44 @@ class WorkersStarted(Event, tag="workers_started"):
         return Rendered(text, "plain")
 
 
+class LoadTimes(msgspec.Struct, frozen=True):
+    """How long each part of a load took rank 0, in seconds; parts that ran side by side count in full."""
+
+    read: float = 0.0
+    digest: float = 0.0
+    copy: float = 0.0
+    check: float = 0.0
+    """Looking again at what came to lie in the live tensors."""
+    bytes: int = 0
+
+
+class RankStarted(Event, tag="rank_started"):
+    """Rank 0 is ready for its first step, and how it got there: in seconds since 1970, 0 if not known."""
+
+    process: float
+    """When its process began; in a restart in place, long before this attempt."""
+    torch: float
+    """When torch had been imported."""
+    importing: float
+    """When the import of Holdfast's own modules began, which may be much later."""
+    imported: float
+    """When they had been imported."""
+    start: float
+    """When the script called `run.start()`, or began its loop."""
+    search: float
+    """When this rank was part of the attempt, and the search for a checkpoint began."""
+    loaded: float
+    """When the state was in place."""
+    load: LoadTimes | None = None
+    """What the load consisted of, if it was measured."""
+    imports: dict[str, float] = msgspec.field(default_factory=dict)
+    """What else took long to import after torch, in seconds: `--preload` could spare restarts that."""
+
+    def render(self) -> Rendered:
+        took = f"{duration(max(0.0, self.loaded - self.start))} after the script had got ready"
+        return Rendered(f"the state is in place, {took}", "plain")
+
+
 class WorkerFailed(Event, tag="worker_failed"):
     """How one worker ended, and what it left behind: message, error file, section."""
 
@@ -90,6 +132,8 @@ class WorkerFailed(Event, tag="worker_failed"):
     section: str = ""
     left: bool = False
     """Whether it ended with exit code 0 while others still ran: it is why they failed, or was done first."""
+    at: float = 0.0
+    """When it failed, as far as that is known, in seconds since 1970; the line may be written later."""
 
     def render(self) -> Rendered:
         details = [f"last section: {printable(self.section)}"] if self.section else []
@@ -116,6 +160,10 @@ class AttemptEnded(Event, tag="attempt_ended"):
     """finished, failed, stopped, lost."""
     exit_code: int = 0
     last_step: int = 0
+    noticed: float = 0.0
+    """When the leading agent learned what ended it, in seconds since 1970; 0 if that is not known."""
+    stopped: float = 0.0
+    """When it knew that all workers were gone."""
 
     def render(self) -> Rendered:
         code = f", {_exit(self.exit_code)}" if self.exit_code else ""
@@ -255,6 +303,8 @@ class FunctionRestarted(Event, tag="function_restarted"):
     rank: int
     seconds: float
     """Since this process learned that the previous iteration had ended."""
+    at: float = 0.0
+    """When it learned who takes part now, in seconds since 1970; the line may be written later."""
 
     def render(self) -> Rendered:
         text = f"iteration {self.iteration} begins as rank {self.rank}"

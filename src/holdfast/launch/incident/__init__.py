@@ -14,6 +14,7 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.launch.incident.decision import (
+        PAUSE_POLL,
         Recovery,
         await_storage,
         find_trouble,

@@ -168,6 +168,7 @@ def record(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[in
                 error_file=failure.error_file,
                 section=sections.get(failure.rank, ""),
                 left=failure.left,
+                at=failure.at,
             )
         )
 
@@ -498,6 +499,8 @@ class Recovery:
         if not attempt.place.leads:
             return learn(attempt, self._settings.control.decision_timeout)
         reported = attempt.await_all("reported", report_timeout(self._settings))
+        if attempt.place.nodes > 1:
+            attempt.stopped_at = time.time()
         if self._decided is not None and self.has_decided(attempt):
             return self._decided  # it was to go on in its processes, but that could not be done
         return self._decide(attempt, notice, reported, stopping, notice.nodes)

@@ -214,6 +214,8 @@ class Attempt:
         self.watching: LeaderWatch | None = None
         """How the leader sees the others."""
         self.ended = False
+        self.noticed_at = self.stopped_at = 0.0
+        """When this node learned what ended the attempt, and when it knew that all workers were gone."""
         self._got_to: set[str] = set()
         self.nodes_of_ranks: dict[int, str] = {}
         """Global rank → node, if members of an in-process restart have changed their ranks."""
@@ -298,6 +300,7 @@ class Attempt:
         self.journal.close()
         self.place = msgspec.structs.replace(self.place, world_size=world_size)
         self.told, self.number, self.ended = told, told.attempt, False
+        self.noticed_at = self.stopped_at = 0.0
         self.fence = Fence(self.control, told.epoch)
         self.journal = JournalWriter(self.control.journal, f"agent-{self.place.node}", told.attempt)
         self.decisions = Decisions(
@@ -327,7 +330,15 @@ class Attempt:
             self.journal.write(Warned(message=text))
             if not quiet:
                 log.error("holdfast: %s", text)
-        self.journal.write(AttemptEnded(outcome=outcome, exit_code=exit_code, last_step=highest_step))
+        self.journal.write(
+            AttemptEnded(
+                outcome=outcome,
+                exit_code=exit_code,
+                last_step=highest_step,
+                noticed=self.noticed_at,
+                stopped=self.stopped_at,
+            )
+        )
 
     def close(self) -> None:
         for watch in (self.watching, self.watched):
@@ -356,8 +367,11 @@ def lead(
     members: Sequence[Participant],
     max_restarts: int,
     started_with: str = "",
+    launched: float = 0.0,
+    paused: float = 0.0,
 ) -> Attempt:
-    """Number the attempt, host its store, watch over the others, and announce it to them."""
+    """Number the attempt, host its store, watch over the others, and announce it to them. `launched`: when
+    this launch began; `paused`: seconds for which an operator held the attempt up."""
     begun = _begin_next(control, place, held, members, max_restarts, started_with)
     hosted = HostedStore(address, alone=place.nodes == 1)
     watching = None
@@ -379,7 +393,7 @@ def lead(
     )
     attempt = Attempt(control, place, held.owner, told, store, node_timeout)
     attempt.hosted, attempt.watching = hosted, watching
-    _journal_begin(attempt, held, torch_version)
+    _journal_begin(attempt, held, torch_version, launched, paused)
     store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
     return attempt
 
@@ -393,6 +407,7 @@ def lead_on(
     max_restarts: int,
     started_with: str,
     world_size: int,
+    launched: float = 0.0,
 ) -> None:
     """Number the next attempt of the same workers: its store, its watch and its nodes stay."""
     place = msgspec.structs.replace(attempt.place, world_size=world_size)
@@ -404,7 +419,7 @@ def lead_on(
         ),
         world_size,
     )
-    _journal_begin(attempt, held, torch_version)
+    _journal_begin(attempt, held, torch_version, launched)
 
 
 def _begin_next(
@@ -451,7 +466,9 @@ def _begin_next(
     )
 
 
-def _journal_begin(attempt: Attempt, held: Claim, torch_version: str) -> None:
+def _journal_begin(
+    attempt: Attempt, held: Claim, torch_version: str, launched: float, paused: float = 0.0
+) -> None:
     attempt.journal.write(LeaseClaimed(epoch=held.epoch, owner=held.owner, evidence=held.evidence))
     attempt.journal.write(
         AttemptStarted(
@@ -460,6 +477,8 @@ def _journal_begin(attempt: Attempt, held: Claim, torch_version: str) -> None:
             nodes=attempt.place.nodes,
             launcher="holdfast run",
             torch=torch_version,
+            launched=launched,
+            paused=paused,
         )
     )
 

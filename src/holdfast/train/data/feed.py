@@ -109,6 +109,8 @@ class DataFeed:
         self._told: Callable[[Skip], None] | None = None
         self._passed: list[Skip] = []
         self._window: tuple[int, Window] | None = None
+        self.first_drawn = 0.0
+        """When the first batch was there, the loader opened and replayed (by `time.perf_counter`)."""
         self.timed: Callable[[], AbstractContextManager[None]] | None = None
         """What measures how long a batch takes, if anything does."""
         self.watched: Callable[[], AbstractContextManager[None]] | None = None
@@ -139,6 +141,7 @@ class DataFeed:
             return self._draw()
 
     def _draw(self) -> tuple[Any] | None:
+        first = not self._opened
         if self._iterator is None:
             self._open()
         while True:
@@ -152,6 +155,8 @@ class DataFeed:
                 self._evidence.begin()
                 return None
             self.batches += 1
+            if first:
+                self.first_drawn = time.perf_counter()
             if self.batches == 1:
                 self._look_for_one_way()
             if not self._left_out(self.batches - 1):
