@@ -73,9 +73,9 @@ from holdfast.checkpoint.state import (
     Tracked,
     alive,
     coordinates,
+    has_form,
     has_schedule,
     in_question,
-    has_form,
     merge,
     prove,
     rank_key,
@@ -445,8 +445,8 @@ class Snapshotter:
         found = _Collected(planner, signature, parts, tensors, others, mine, blob)
         if self._group.world_size > 1:
             shared = planner.plain_tensors()
-            if self._plan is not None:
-                shared |= planner.shares_of(self._plan.contested)
+            if self.plan is not None:
+                shared |= planner.shares_of(self.plan.contested)
             found.digests = _digests(shared)
         return found
 
