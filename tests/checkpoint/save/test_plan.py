@@ -521,7 +521,10 @@ def test_names_are_those_that_dcp_gives() -> None:
             lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
             "a Tensor of type torch.qint8",
         ),
-        (lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])), "of class MaskedTensor"),
+        (
+            lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])),
+            "a MaskedTensor, which has no bytes",
+        ),
     ],
 )
 def test_what_cannot_be_stored_by_its_bytes_is_named_with_what_it_is(
@@ -533,7 +536,7 @@ def test_what_cannot_be_stored_by_its_bytes_is_named_with_what_it_is(
     run.track(model=model)
     run.start()
     step(run)
-    with pytest.raises(SaveFailedError, match=rf"model\.table: it is {told}"):
+    with pytest.raises(SaveFailedError, match=rf"model\.table: .*it is {told}"):
         run.save()
     run.close()
 
