@@ -129,7 +129,7 @@ def local_plans(entries: int, ranks: int, shards: int) -> Iterator[bytes]:
             index = MetadataIndex(f"model.layers.{number // 9}.block.{number % 9}.weight", offsets, shard)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         paths = {item.index.fqn: ("model", item.index.fqn) for item in items}
-        held = planning.Held({}, dict.fromkeys(paths, "the mesh and the whole"))
+        held = planning.Holdings({}, dict.fromkeys(paths, "the mesh and the whole"))
         yield pickle.dumps(SavePlan(items, storage_data=held, planner_data=paths))
 
 

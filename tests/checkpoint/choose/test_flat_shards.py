@@ -186,7 +186,8 @@ class AllKinds(nn.Module):
         self.sharded = fully_shard(nn.Linear(7, 5), mesh=init_device_mesh("cpu", (world,)))
         self.alike = nn.Linear(5, 2)
         torch.manual_seed(10 + rank)
-        self.apart = fully_shard(nn.Linear(5, 5), mesh=DeviceMesh("cpu", [rank]))
+        mine = [DeviceMesh("cpu", [one]) for one in range(world)][rank]  # all ranks make all groups
+        self.apart = fully_shard(nn.Linear(5, 5), mesh=mine)
         self.declared = nn.Linear(5, 3 + rank)
         self.own = nn.Linear(5, 2)
         self.said: Any = nn.Parameter(torch.arange(24.0).reshape(6, 4)[:, 2 * rank : 2 * rank + 2].clone())

@@ -529,7 +529,10 @@ def test_names_are_those_that_dcp_gives() -> None:
             lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
             "a Tensor of type torch.qint8",
         ),
-        (lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])), "of class MaskedTensor"),
+        (
+            lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])),
+            "a MaskedTensor, which has no bytes",
+        ),
     ],
 )
 def test_what_cannot_be_stored_by_its_bytes_is_named_with_what_it_is(
@@ -541,7 +544,7 @@ def test_what_cannot_be_stored_by_its_bytes_is_named_with_what_it_is(
     run.track(model=model)
     run.start()
     step(run)
-    with pytest.raises(SaveFailedError, match=rf"model\.table: it is {told}"):
+    with pytest.raises(SaveFailedError, match=rf"model\.table: .*it is {told}"):
         run.save()
     run.close()
 
@@ -549,10 +552,10 @@ def test_what_cannot_be_stored_by_its_bytes_is_named_with_what_it_is(
 def test_tensors_of_one_name_that_ranks_hold_apart_are_compared_with_the_lowest_ranks() -> None:
     """Two halves each on two ranks; then as replicas on others, as something else there, and a plain one."""
 
-    def rank(family: str, key: str, digest: str) -> planning.Held:
+    def rank(family: str, key: str, digest: str) -> planning.Holdings:
         if not family:
-            return planning.Held({key: digest}, {})
-        return planning.Held({key: digest} if key else {}, {"w": family}, {key: "w"})
+            return planning.Holdings({key: digest}, {})
+        return planning.Holdings({key: digest} if key else {}, {"w": family}, {key: "w"})
 
     together = [rank("01", "w[0]", "a"), rank("01", "w[2]", "b")]
     same, other = rank("23", "w[2]", "b"), rank("23", "w[0]", "c")
@@ -625,7 +628,9 @@ def of_many(entries: int, world: int) -> list[SavePlan]:
         )
         items.append(WriteItem(MetadataIndex(own, torch.Size([0])), WriteItemType.TENSOR, tensor_data=data))
         paths = {item.index.fqn: ("model", item.index.fqn) for item in items}
-        plans.append(SavePlan(items, storage_data=planning.Held({"shared": "x:1"}, {}), planner_data=paths))
+        plans.append(
+            SavePlan(items, storage_data=planning.Holdings({"shared": "x:1"}, {}), planner_data=paths)
+        )
     return plans
 
 

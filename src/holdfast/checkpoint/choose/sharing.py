@@ -7,8 +7,9 @@ what each rank stored for itself:
   every rank of the new world that tracks one gets that state. One that differs is refused.
 * of a model or an optimizer that is the same part on all ranks with other names in it (pipeline stages,
   experts), each rank of the new world gets what belongs to the names that it has.
-* generators and named trackers that a run tracks keep their state if all ranks had the same; else they are
-  seeded anew, from run, step, name, rank and world size. So are Python's, numpy's and torch's own.
+* generators and named trackers that a run tracks keep their state if all ranks had the same (of a tracker,
+  each name by itself); else they are seeded anew, from run, step, name, rank and world size. So are Python's,
+  numpy's and torch's own.
 * plain tensors that differ between ranks are refused, unless all are to take the lowest rank's: as
   `track(layout=…)` says, and of the buffers that DDP hands from rank 0 to all.
 * the data position must be a global one (see train/data/loaders.py), the same on all ranks: refused
@@ -67,7 +68,8 @@ def reshard(
         elif part in generators and same_size and rank in holders:
             tracked[part] = holders[rank]
         elif part in generators:
-            tracked[part] = {"seed": _seed(run, step, part, rank, world)}
+            alike = _alike(list(holders.values())) if len(holders) == was else {}
+            tracked[part] = {"seed": _seed(run, step, part, rank, world), **alike}
         elif kind in ("model", "optimizer"):
             merge = _merge_models if kind == "model" else _merge_optimizers
             tracked[part] = merge(part, list(holders.values()), was, world)
@@ -133,6 +135,22 @@ def _names_in(part: str, states: Iterable[Any]) -> list[str]:
 def _seed(run: str, step: int, part: str, rank: int, world: int) -> int:
     told = f"{run}/{step}/{rank}/{world}" + (f"/{part}" if part else "")
     return int(xxhash.xxh3_64_hexdigest(told.encode())[:15], 16)
+
+
+def _alike(states: Sequence[Any]) -> dict[str, Any]:
+    """Of trackers with several named states, those that are the same on all ranks.
+
+    Tensor parallel ranks draw from such a one what they must all have alike.
+    """
+    if not all(isinstance(one, Mapping) and isinstance(one.get("states"), Mapping) for one in states):
+        return {}
+    first, *others = (one["states"] for one in states)
+    kept = {
+        name: state
+        for name, state in first.items()
+        if all(name in one and not first_difference(state, one[name], name) for one in others)
+    }
+    return {"states": kept} if kept else {}
 
 
 def cure(was: int, world: int) -> str:

@@ -144,7 +144,7 @@ def own_prefix(rank: int) -> str:
     return f"{OWN}.own_{rank:05d}."
 
 
-class Held(NamedTuple):
+class Holdings(NamedTuple):
     """What a rank says of its tensors along with its plan, so that those of several ranks can be compared."""
 
     digests: Digests
@@ -194,7 +194,7 @@ class SnapshotPlanner(DefaultSavePlanner):
         # `storage_data` travels to the coordinator; nobody else reads it before the global plan is made.
         return dataclasses.replace(plan, storage_data=self._held(digests))
 
-    def _held(self, digests: Digests) -> Held:
+    def _held(self, digests: Digests) -> Holdings:
         forms = {key: (one.dtype, tuple(one.shape)) for key, one in self.plain_tensors().items()}
         families: dict[str, str] = {}
         known: dict[tuple[int, torch.Size, torch.dtype], str] = {}
@@ -206,7 +206,7 @@ class SnapshotPlanner(DefaultSavePlanner):
                     known[facts] = xxhash.xxh3_64_hexdigest(told.encode())
                 families[name] = known[facts]
         told_forms = {key: f"{digest} {forms.get(key, '')}" for key, digest in digests.items()}
-        return Held(told_forms, families, self._compared)
+        return Holdings(told_forms, families, self._compared)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if len(all_plans) > 1:
@@ -308,7 +308,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> bool
     return True
 
 
-def contested_names(held: Sequence[Held]) -> frozenset[str]:
+def contested_names(held: Sequence[Holdings]) -> frozenset[str]:
     """Pure: names of distributed tensors that not all ranks which have one hold together."""
     families: dict[str, str] = {}
     found: set[str] = set()
@@ -321,7 +321,7 @@ def contested_names(held: Sequence[Held]) -> frozenset[str]:
     return frozenset(found)
 
 
-def differing_names(held: Sequence[Held], contested: Collection[str] = ()) -> dict[int, frozenset[str]]:
+def differing_names(held: Sequence[Holdings], contested: Collection[str] = ()) -> dict[int, frozenset[str]]:
     """Pure: for each rank, the names whose contents differ from those of the lowest rank that has them.
 
     A share of a contested name counts as the same only if the ranks that hold the lowest rank's have it.

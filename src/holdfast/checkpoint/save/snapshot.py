@@ -493,7 +493,9 @@ class Snapshotter:
             collected.digests,
             self._frames,
             RankFacts(
-                lowest=self.tracked.lowest(collected.planner.state_dict),
+                lowest=self.tracked.lowest(
+                    collected.planner.state_dict if self._group.world_size > 1 else ()
+                ),
                 idle=frozenset(self.tracked.division.idle),
                 coordinates=coordinates(),
                 parts=collected.parts,

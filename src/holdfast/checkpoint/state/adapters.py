@@ -73,10 +73,13 @@ class TrackerState:
         if "seed" not in state:
             self._tracker.set_states(state["states"])
             return
-        now = dict(self._tracker.get_states())  # at another number of ranks
-        self._tracker.set_states(
-            {name: _seeded(one, state["seed"] + at) for at, (name, one) in enumerate(sorted(now.items()))}
-        )
+        # At another number of ranks: with the states, by name, that all ranks had alike.
+        now, alike = dict(self._tracker.get_states()), dict(state.get("states", {}))
+        anew = {name: one for name, one in now.items() if name not in alike}
+        seeded = {
+            name: _seeded(one, state["seed"] + at) for at, (name, one) in enumerate(sorted(anew.items()))
+        }
+        self._tracker.set_states({**alike, **seeded})
 
 
 def _seeded(state: Any, seed: int) -> Any:

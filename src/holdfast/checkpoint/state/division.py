@@ -200,6 +200,8 @@ class Division:
                         f"track(layout=…): {name} is a {type(value.whole).__name__}, which consists of other "
                         "tensors; declare plain or distributed tensors only"
                     )
+                if isinstance(value, DTensor) and any(one.is_partial() for one in value.placements):
+                    raise UsageError(f"track(layout=…): {name} is a partial DTensor; reduce it first")
                 declared[pattern].append(_DeclaredTensor.of(part, entry, value))
         # In the order of the declarations, and also where this rank has none: the others wait for its answer.
         for pattern, rule in self._rules.items():
