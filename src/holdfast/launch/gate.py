@@ -344,7 +344,7 @@ class Gate:
     def _held_by(self, dead: Collection[int]) -> list[HeldMemory]:
         found: list[HeldMemory] = []
         with self._without_fail("the look at the devices' memory"):
-            found = [one for one in ask_holders(MEMORY_ANSWER) or [] if one.pid in dead]
+            found += [one for one in ask_holders(MEMORY_ANSWER) or [] if one.pid in dead]
         return found
 
     def _note(self, attempt: int, text: str) -> None:
