@@ -26,7 +26,7 @@ from holdfast.policy.signs import Cause
 from holdfast.record.attempts import device_errors_of, record_device_errors
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.operator import exclude, excluded
-from kit.harness import REPO, finish, holdfast
+from kit.harness import REPO, finish, holdfast, job, wait_until
 from kit.nodes.machines import SECOND, inside_mounts, nvidia_smi
 from kit.nodes.nodes import STEP, cluster
 from kit.runs import journalled
@@ -140,6 +140,41 @@ def test_an_xid_during_the_attempt_accuses_the_device(tmp_path: Path, xid: int) 
     else:
         assert decision.details["cause"] == "unknown", "the rank exits without a word"
         assert not excluded(control)
+
+
+DIES_ONCE = """
+import os, pathlib, time
+if not pathlib.Path("pid").exists():
+    pathlib.Path("pid.new").write_text(str(os.getpid()))
+    os.rename("pid.new", "pid")
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+pathlib.Path("again").write_text(str(time.time()))
+"""
+
+
+@pytest.mark.drill
+def test_workers_start_only_when_the_dead_one_s_memory_is_free(tmp_path: Path) -> None:
+    """A real agent, and a driver that lists the killed worker for a while."""
+    smi = nvidia_smi(tmp_path / "bin", [{}, SECOND])
+    (tmp_path / "script.py").write_text(DIES_ONCE)
+    command = holdfast(
+        "run", "--run-dir", "run", "--no-preload", "--set", "launch.node_name=here",
+        "--set", "health.gate=warn", "script.py",
+    )  # fmt: skip
+    with job(command, cwd=tmp_path, env=smi | {"CUDA_VISIBLE_DEVICES": "0,1"}) as running:
+        wait_until((tmp_path / "pid").exists, 60, "the worker is there")
+        pid = int((tmp_path / "pid").read_text())
+        nvidia_smi(tmp_path / "bin", [{}, SECOND | FULL], held=[("GPU-bbbb", pid, "72704")])
+        (tmp_path / "go").touch()
+        told = f"waiting for memory of devices: pid {pid} holds 71.0 GiB of GPU-bbbb"
+        wait_until(lambda: told in running.output().err, 60, "the agent waits")
+        assert not (tmp_path / "again").exists()
+        nvidia_smi(tmp_path / "bin", [{}, SECOND])
+        ended = running.wait(60)
+    assert ended.code == 0, ended.text
+    assert "the devices' memory is free after" in ended.err
 
 
 # --- its parts ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+import holdfast
 from holdfast.process.companion import (
     BESIDE,
     OUTLIVES,
@@ -21,7 +24,9 @@ from holdfast.process.companion import (
     step_aside,
 )
 from holdfast.process.local_wire import Gone, Packets, Stream
+from kit import tiny
 from kit.harness import wait_until
+from kit.nodes.local_tier import memory
 
 ECHO = "import sys\nfrom holdfast.process import Gone, Packets\nline = Packets.at(int(sys.argv[1]), str)\n"
 
@@ -149,3 +154,31 @@ def test_what_the_kernel_refuses_stays_as_it_was(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, name, refuse)
     monkeypatch.setattr("psutil.Process.ionice", refuse)
     step_aside(BESIDE)
+
+
+def test_those_beside_a_trainer_step_aside(tmp_path: Path) -> None:
+    """The writer and the peer server, as a real run starts them."""
+    own, found = os.nice(0), {}
+    levels = {"writer_process": 5, "peer_process": 5}
+    wanted = {name: min(19, own + level) for name, level in levels.items()}
+
+    def niceness() -> dict[str, int]:
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                for name in levels:
+                    if any(part.endswith(name) for part in process.cmdline()):
+                        found[name] = process.nice()
+        return found
+
+    def look(step: int, run: holdfast.Run) -> None:
+        if step == 4:
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: niceness() == wanted, 10, "all have stepped aside")
+
+    settings = {"checkpoint_async_save": True, "checkpoint_non_persistent_ckpt_type": "local"}
+    with memory() as where:
+        tiny.train(
+            tmp_path / "run", until=5, at_step=look, checkpoint_interval=2,
+            checkpoint_non_persistent_local_ckpt_dir=str(where), **settings,
+        )  # fmt: skip
+    assert found == wanted

@@ -342,10 +342,10 @@ class Gate:
         self._used = max(known, default=0) if known and len(known) == len(used) else None
 
     def _held_by(self, dead: Collection[int]) -> list[HeldMemory]:
-        held: list[HeldMemory] = []
+        found: list[HeldMemory] = []
         with self._without_fail("the look at the devices' memory"):
-            held = [one for one in ask_holders(MEMORY_ANSWER) or [] if one.pid in dead]
-        return held
+            found += [one for one in ask_holders(MEMORY_ANSWER) or [] if one.pid in dead]
+        return found
 
     def _note(self, attempt: int, text: str) -> None:
         with contextlib.closing(JournalWriter(self._control.journal, "gate", attempt)) as journal:

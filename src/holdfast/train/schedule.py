@@ -120,8 +120,8 @@ class LocalMeter:
         self._saves: deque[tuple[float, float]] = deque(maxlen=RECENT_SAVES)
         self._seen = 0
         """Local saves that were committed in this attempt."""
-        self._under_way: deque[float] = deque()
-        """When those began that are not known to have ended."""
+        self._under_way: deque[tuple[float, float]] = deque()
+        """Of those not known to have ended: when they began, and for how long they held the loop up."""
         self._drains = 0
         """Saves to the root that are under way: the steps beside them say nothing about local saves."""
         self._clear: deque[float] = deque(maxlen=LOCAL_STEPS)
@@ -129,6 +129,8 @@ class LocalMeter:
         self._since_clear = 0
         """How many local saves were made since there was a step without one beside it."""
         self._nbytes = 0
+        self._asked: float | None = None
+        """When the local save began that the loop is in; None if it is in none."""
         self._mark = 0.0
         self._kind: deque[float] | None = None
         """Which of the two the step that is being done belongs to; None: neither."""
@@ -160,11 +162,19 @@ class LocalMeter:
             self._kind = self._beside if self._under_way else self._clear
         self._mark = time.perf_counter()
 
+    def made(self) -> None:
+        """The save that was due is made, as far as the loop waits for it."""
+        if self._asked is not None and self._under_way:
+            began, _ = self._under_way.pop()
+            self._under_way.append((began, time.perf_counter() - self._mark))
+        self._asked = None
+
     def begun(self, *, local_only: bool, nbytes: int) -> None:
         if local_only:
             self._nbytes = nbytes
             self._since_clear += 1
-            self._under_way.append(time.monotonic())
+            self._asked = time.monotonic()
+            self._under_way.append((self._asked, 0.0))
         else:
             self._drains += 1
 
@@ -173,12 +183,11 @@ class LocalMeter:
         if not local_only:
             self._drains = max(0, self._drains - 1)
             return
-        if self._under_way:
-            self._under_way.popleft()
+        held = self._under_way.popleft()[1] if self._under_way else 0.0
         if commit:
             self._seen += 1
             if self._seen > 1:  # the first of a process pays for the plan, the proof and the memory
-                self._saves.append((blocked, commit))
+                self._saves.append((max(held, blocked), commit))
 
     # --- what follows ---------------------------------------------------------------------------------------
 
@@ -217,7 +226,7 @@ class LocalMeter:
             return None
         commit = median(commit for _, commit in self._saves)
         if len(self._under_way) > 1:  # they are piling up
-            commit = max(commit, time.monotonic() - self._under_way[0])
+            commit = max(commit, time.monotonic() - self._under_way[0][0])
         return LocalCosts(
             step=median(steps),
             blocked=median(blocked for blocked, _ in self._saves),
@@ -315,6 +324,7 @@ class SaveSchedule:
         if self._auto_local:
             self.next_local = step + every
             if self._leads:
+                self._local.made()
                 self._local.mark()
         else:
             self.next_local = (step // every + 1) * every if every else NEVER

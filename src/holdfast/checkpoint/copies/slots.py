@@ -209,7 +209,7 @@ class LocalSlots:
         """No slot is free: make one, or give up a copy that is within the ones to keep."""
         made = self._make_room(size)
         self._reserved = self._take_back_first(made.own)
-        behind = any(name not in list(self._saved)[-2:] for name in self.replicated)
+        behind = any(name in list(self._saved)[:-2] for name in self.replicated)
         if self._reserved is None and len(self._slots) >= self._keep + SPARE + behind:
             return SlotRefusal(True, f"all {len(self._slots)} slots are being drained, sent or read")
         if self._reserved is None and made.why:
