@@ -43,7 +43,7 @@ from holdfast.record import ControlDirectory
 from kit.harness import REPO, finish, holdfast, job, wait_until
 from kit.journals import START, Journal, killed_and_corrupted
 
-SCRIPT = REPO / "tests" / "scripts" / "train" / "train_timed.py"
+SCRIPT = REPO / "tests" / "scripts" / "faults" / "tell_the_time.py"
 Told = list[tuple[float, str, int, Event]]
 """Seconds after START, writer, attempt, event."""
 
