@@ -487,7 +487,7 @@ def _start_marks(attempt: JournalledAttempt, before: JournalledAttempt, begin: f
     elif _alone(attempt):
         marks.append(PhaseEnd("queue", ready.process if ready is not None and _nobody(attempt) else None))
         marks.append(PhaseEnd(UNKNOWN, ready.process if ready is not None else None))
-        marks.append(PhaseEnd("import", ready.torch if ready is not None else None))
+        marks.append(PhaseEnd("import", (ready.torch or None) if ready is not None else None))
     else:
         launched = started.launched if started is not None else 0.0
         marks += [PhaseEnd("queue", launched)] if launched else []

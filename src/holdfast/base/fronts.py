@@ -99,7 +99,7 @@ class ImportWatch(MetaPathFinder):
         self._seen = now
 
     def _keep(self) -> None:
-        if self._seen - self._began >= SLOW:
+        if self._outermost and self._seen - self._began >= SLOW:
             self._slow[self._outermost] = (self._began, self._seen - self._began)
 
     def take_slow(self, since: float) -> dict[str, float]:

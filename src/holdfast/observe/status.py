@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.account import Incident, incident_line, incidents_of, phases_text, remarks_of
+from holdfast.account import Incident, Phase, incident_line, incidents_of, phases_text, remarks_of
 from holdfast.base import duration, number, plural, printable
 from holdfast.checkpoint.choose import still_open
 from holdfast.checkpoint.copies import tier
@@ -205,7 +205,7 @@ class LastSave(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-class LastIncident(msgspec.Struct, kw_only=True):
+class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     text: str
     at: float | None = None
@@ -327,7 +327,7 @@ def status_of(control: ControlDirectory) -> Status:
     status.incident = tried(lambda: _last_incident(control, numbers, status.state, files, budget_of), None)
     if status.incident is not None:
         known = status.incident
-        tried(lambda: _take_way_back(known, control, files, newest.number), None)
+        status.incident = tried(lambda: _with_way_back(known, control, files, newest.number), known)
     status.budget = tried(lambda: _budget(control, newest, controls, budget_of), None)
     status.suspects = tried(lambda: _suspects(control, newest.number), [])
     return status
@@ -498,7 +498,9 @@ MOST_FOLLOWING = 3
 """Attempts after an incident among which the first step after it is looked for."""
 
 
-def _take_way_back(incident: LastIncident, control: ControlDirectory, files: list[str], newest: int) -> None:
+def _with_way_back(
+    incident: LastIncident, control: ControlDirectory, files: list[str], newest: int
+) -> LastIncident:
     """On what the time was spent until the run trained again: from the end of the attempt that failed, and
     from the beginnings of those after it, as rank 0 and the leading agent wrote them."""
     failed, lines = incident.attempt, list[JournalLine]()
@@ -508,11 +510,10 @@ def _take_way_back(incident: LastIncident, control: ControlDirectory, files: lis
         for who in (leader, REPORTER):
             lines += (tails if nth == failed else heads)(control.journal, files, nth, who)
     found = [one for one in incidents_of(sorted(lines, key=lambda line: line.at)) if one.attempt == failed]
-    for one in found:
-        if one.traced:
-            incident.seconds_down = one.seconds_down
-            incident.phases = {phase.name: phase.seconds for phase in one.phases}
-            incident.text += f"; trained again after {duration(one.seconds_down)}, {phases_text(one.phases)}"
+    if not found or not found[0].traced:
+        return incident
+    phases = {phase.name: phase.seconds for phase in found[0].phases}
+    return msgspec.structs.replace(incident, seconds_down=found[0].seconds_down, phases=phases)
 
 
 def _budget(
@@ -579,12 +580,21 @@ def status_rows(status: Status) -> list[StatusRow]:
             rows.append(StatusRow(what, text))
     if status.incident is not None:
         when = f" ({_ago(status, status.incident.at)})" if status.incident.at is not None else ""
-        rows.append(StatusRow("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
+        text = f"{status.incident.text}{_back(status.incident)}{when}"
+        rows.append(StatusRow("incident", text, "red" if not status.ok else ""))
     if status.budget is not None:
         rows.append(StatusRow("restarts", _budget_words(status.budget)))
     rows += _controls(status)
     rows += [StatusRow("problem", printable(problem), "yellow") for problem in status.problems]
     return rows
+
+
+def _back(incident: LastIncident) -> str:
+    """What it took until the run trained again, with the phases that took the longest."""
+    if incident.seconds_down is None:
+        return ""
+    phases = [Phase(name, seconds) for name, seconds in incident.phases.items()]
+    return f"; trained again after {duration(incident.seconds_down)}: {phases_text(phases)}"
 
 
 def status_line(status: Status) -> str:
