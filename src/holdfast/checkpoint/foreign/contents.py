@@ -492,13 +492,13 @@ def _megatron(found: Contents, rank: int) -> None:
     shards = [name for name in meta.objects if name.startswith("rng_state")]
     if shards:
         world = found.world or len(shards)
-        name = generators_kept(shards, rank, world, _arguments_in(common))
-        tree = next((tree for _, tree in _objects(meta, path, name)), None) if name else None
-        while isinstance(tree, list) and len(tree) == 1:
-            tree = tree[0]
-        if isinstance(tree, list) and len(tree) == world:  # with --data-parallel-random-init
-            tree = tree[rank] if rank < world else None
-        found.parts[RNG] = ForeignPart(RNG, tree=tree, of_ranks=world)
+        kept = generators_kept(shards, rank, world, _arguments_in(common))
+        generators: Any = next((one for _, one in _objects(meta, path, kept)), None) if kept else None
+        while isinstance(generators, list) and len(generators) == 1:
+            generators = generators[0]
+        if isinstance(generators, list) and len(generators) == world:  # with --data-parallel-random-init
+            generators = generators[rank] if rank < world else None
+        found.parts[RNG] = ForeignPart(RNG, tree=generators, of_ranks=world)
 
 
 def generators_kept(
