@@ -257,7 +257,7 @@ class Decoder(nn.Module):
         self.decoder.final = nn.Linear(4, 8)
 
 
-def megatrons_save(place: Path) -> None:
+def megatrons_save(place: Path, ranks: int = 1) -> None:
     """Megatron-core's own writer. It asks for a device only to wait for it, which a host has no need of."""
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -276,10 +276,12 @@ def megatrons_save(place: Path) -> None:
     for name in ("weight", "bias"):
         tensor = getattr(model.decoder.final, name).detach()
         state[name] = ShardedTensor.from_rank_offsets(f"decoder.final.{name}", tensor)
-    generators = [{"random_rng_state": random.getstate(), "torch_rng_state": torch.get_rng_state()}]
+    for rank in range(ranks):  # as that many tensor parallel ones would
+        random.seed(rank)
+        generators = [{"random_rng_state": random.getstate(), "torch_rng_state": torch.get_rng_state()}]
+        state[f"rng {rank}"] = ShardedObject("rng_state", generators, (1, ranks), (0, rank))
     state |= {
-        "rng": ShardedObject("rng_state", generators, (1, 1), (0, 0)),
-        "args": Namespace(lr=0.1, world_size=1), "iteration": 4, "checkpoint_version": 3.0,
+        "args": Namespace(lr=0.1, world_size=ranks), "iteration": 4, "checkpoint_version": 3.0,
         "opt_param_scheduler": {"max_lr": 0.1, "num_steps": 64},
     }  # fmt: skip
     path = place / "theirs" / "iter_0000004"
@@ -305,6 +307,19 @@ def test_a_megatron_checkpoint_goes_on_in_a_run(megatron: Path) -> None:
     assert not first_difference(dict(model.state_dict()), dict(expected), "model")
     assert schedule.state_dict() == {"max_lr": 0.1, "num_steps": 64}
     saved(run, megatron / "run")
+
+
+def test_each_tensor_parallel_rank_gets_the_generators_that_megatron_kept_for_it(tmp_path: Path) -> None:
+    assert forked(partial(megatrons_save, tmp_path, ranks=2), timeout=120) == 0
+    (source,) = checkpoints_in(tmp_path / "theirs")
+    for rank in (1, 0):
+        tracked = Tracked()
+        tracked.add("model", Decoder())
+        tracked.add("schedule", Schedule())
+        tracked.begin()
+        found = load_foreign(source, tracked, rank, 2).own["rng"]["python"]
+        random.seed(rank)
+        assert found == random.getstate()
 
 
 def test_a_flipped_byte_in_a_megatron_checkpoint_is_found(megatron: Path) -> None:

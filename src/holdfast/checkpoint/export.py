@@ -179,8 +179,8 @@ def _foreign_source(foreign: Recognised, part: str) -> _Weights:
     if found.of_ranks > 1:
         raise UsageError(
             f"{foreign.path}: each of {found.of_ranks} ranks keeps {part} for itself, so one rank's may be a "
-            f"part of the whole. Begin a run of {found.of_ranks} ranks with checkpoint.resume_from, and export "
-            "what it saves"
+            f"part of the whole. Begin a run of {found.of_ranks} ranks with checkpoint.resume_from, and "
+            "export what it saves"
         )
     tensors = found.tensors
     return _Weights(

@@ -112,8 +112,8 @@ def _chosen(contents: Contents, asked: list[str]) -> tuple[dict[str, ForeignPart
     if own := [name for name, part in chosen.items() if part.of_ranks > 1]:
         ranks = chosen[own[0]].of_ranks
         raise IncompleteStateError(
-            f"{contents.recognised.path} ({contents.recognised.layout}): each of {ranks} ranks keeps {own[0]} "
-            f"for itself, and an import has one rank. Begin a run of {ranks} ranks with "
+            f"{contents.recognised.path} ({contents.recognised.layout}): each of {ranks} ranks keeps "
+            f"{own[0]} for itself, and an import has one rank. Begin a run of {ranks} ranks with "
             "checkpoint.resume_from: its first save is verified"
         )
     if odd := [name for name in [*chosen, *carried] if not name.isidentifier()]:

@@ -8,7 +8,7 @@ rank's for another's. What cannot be read becomes a `ForeignError` that names th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,25 +112,24 @@ def read_contents(recognised: Recognised, rank: int = 0, *, quick: bool = False)
 
     `quick`: without torchtitan's hyper-parameters, which are a dozen small items for each parameter.
     """
-    reader = {
-        ForeignLayout.DCP: _dcp,
-        ForeignLayout.TORCHTITAN: _torchtitan,
-        ForeignLayout.KEMPNER_FORGE: _kempner,
-        ForeignLayout.MEGATRON: _megatron,
-        ForeignLayout.HF_MODEL: _hf_model,
-        ForeignLayout.HF_TRAINER: _hf_trainer,
-        ForeignLayout.LIGHTNING: _torch_file,
-        ForeignLayout.TORCH_FILE: _torch_file,
-    }.get(recognised.layout)
     found = Contents(recognised, recognised.step or 0)
-    if reader is None:
-        _megatron_local(found, rank)
-    elif recognised.layout is ForeignLayout.HF_TRAINER:
-        _hf_trainer(found, rank)
-    elif recognised.layout is ForeignLayout.TORCHTITAN:
-        _torchtitan(found, quick=quick)
-    else:
-        reader(found)
+    match recognised.layout:
+        case ForeignLayout.DCP:
+            _dcp(found)
+        case ForeignLayout.TORCHTITAN:
+            _torchtitan(found, quick=quick)
+        case ForeignLayout.KEMPNER_FORGE:
+            _kempner(found)
+        case ForeignLayout.MEGATRON:
+            _megatron(found, rank)
+        case ForeignLayout.MEGATRON_LOCAL:
+            _megatron_local(found, rank)
+        case ForeignLayout.HF_MODEL:
+            _hf_model(found)
+        case ForeignLayout.HF_TRAINER:
+            _hf_trainer(found, rank)
+        case ForeignLayout.LIGHTNING | ForeignLayout.TORCH_FILE:
+            _torch_file(found)
     return found
 
 
@@ -456,7 +455,7 @@ def _groups(objects: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return [found[number] for number in sorted(found)] or None
 
 
-def _megatron(found: Contents) -> None:
+def _megatron(found: Contents, rank: int) -> None:
     """`torch_dist`: DCP for what is sharded, `common.pt` for what all ranks share."""
     path = found.recognised.path
     if not (path / METADATA).exists() and (path / "metadata.json").exists():
@@ -492,15 +491,56 @@ def _megatron(found: Contents) -> None:
         found.parts[SCHEDULE] = ForeignPart(SCHEDULE, tree=common["opt_param_scheduler"])
     shards = [name for name in meta.objects if name.startswith("rng_state")]
     if shards:
-        trees = dict(_objects(meta, path, "rng_state"))
-        found.parts[RNG] = ForeignPart(RNG, tree=trees[shards[0]], of_ranks=found.world or len(shards))
+        world = found.world or len(shards)
+        kept = generators_kept(shards, rank, world, _arguments_in(common))
+        generators: Any = next((one for _, one in _objects(meta, path, kept)), None) if kept else None
+        while isinstance(generators, list) and len(generators) == 1:
+            generators = generators[0]
+        if isinstance(generators, list) and len(generators) == world:  # with --data-parallel-random-init
+            generators = generators[rank] if rank < world else None
+        found.parts[RNG] = ForeignPart(RNG, tree=generators, of_ranks=world)
+
+
+def generators_kept(
+    names: Sequence[str], rank: int, world: int, arguments: Mapping[Any, Any] | None = None
+) -> str | None:
+    """Pure: which of Megatron's `rng_state/shard_<place>_<sizes>` is a rank's; None if it is not there.
+
+    Places are those of the pipeline and of tensor parallelism, with experts of data parallelism, too. Ranks
+    that differ in another way share one.
+    """
+    pattern = re.compile(r"rng_state/shard_[\d.]+_(\d+)\.(\d+)(\.\d+)?")
+    match = next(filter(None, map(pattern.fullmatch, names)), None)
+    if match is None or len(names) == 1:
+        return names[0] if len(names) == 1 else None
+    told = arguments or {}
+    pipeline, tensor = int(match[1]), int(match[2])
+    context = told.get("context_parallel_size", 1)
+    inner = tensor * (context if type(context) is int and context > 0 else 1)
+    data = world // (inner * pipeline)
+    if not data or inner * pipeline * data != world:
+        return None
+    if told.get("use_tp_pp_dp_mapping") is True:
+        stage, replica = rank // inner % pipeline, rank // (inner * pipeline)
+    else:
+        stage, replica = rank // (inner * data), rank // inner % data
+    places, sizes = [stage, rank % tensor], [pipeline, tensor]
+    if match[3]:
+        places, sizes = [*places, replica], [*sizes, data]
+    name = f"rng_state/shard_{'.'.join(map(str, places))}_{'.'.join(map(str, sizes))}"
+    return name if name in names else None
+
+
+def _arguments_in(common: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Those with which Megatron was started."""
+    arguments = common.get("args")
+    state = arguments.state if isinstance(arguments, Record) else None
+    return state if isinstance(state, dict) else {}
 
 
 def _world_in(common: Mapping[Any, Any]) -> int | None:
-    """How many ranks there were, as the arguments say with which Megatron was started."""
-    arguments = common.get("args")
-    state = arguments.state if isinstance(arguments, Record) else None
-    world = state.get("world_size") if isinstance(state, dict) else None
+    """How many ranks there were, as the arguments say."""
+    world = _arguments_in(common).get("world_size")
     return world if type(world) is int and world > 0 else None
 
 

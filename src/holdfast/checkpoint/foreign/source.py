@@ -246,7 +246,7 @@ def _refused(cls: str, what: str) -> IncompleteStateError:
 def generators_of(tree: Any) -> dict[str, Any] | None:
     """Random generators as ours are kept, by the names that the layouts have; None if there are none."""
     found = values_of(tree, "rng")
-    if isinstance(found, list) and len(found) == 1:  # Megatron: a list with one for each rank that shares it
+    while isinstance(found, list) and len(found) == 1:  # Megatron: a list in a list, for those that share it
         found = found[0]
     if isinstance(found, torch.Tensor):
         found = {"cpu": found}

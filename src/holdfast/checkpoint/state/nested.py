@@ -83,7 +83,7 @@ def targets(part: str, left: Mapping[str, Any], metadata: Metadata) -> dict[str,
 
 def whole(left: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
     """The state again, around the tensors that were read."""
-    return _Whole(tensors).of(left[FORM])
+    return _StateMaking(tensors).of(left[FORM])
 
 
 def _made(name: str, metadata: Metadata) -> torch.Tensor | None:
@@ -236,7 +236,9 @@ class _StateLifting:
 
 def _is_lifted_tensor(value: object) -> bool:
     """A distributed one stays: nobody could say what it is distributed over when it is read."""
-    return is_storable(value) and not (isinstance(value, DTensor) or value.is_nested or value.is_meta)
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return is_storable(value) and not value.is_nested and not value.is_meta
 
 
 def _is_short(key: object) -> bool:
@@ -282,7 +284,7 @@ def _marks(form: Form) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from _marks(one)
 
 
-class _Whole:
+class _StateMaking:
     """Makes a state again, in the order in which it was taken apart."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
