@@ -924,7 +924,7 @@ class StagingMemory:
             self.slots = LocalSlots(local.tier, room, rank=rank, keep=local.keep, is_free=is_free)
 
     def prepare(self, plan: Plan, *, pin: torch.device | None) -> Iterator[Buffer | None]:
-        """Allocate it beside training, slice by slice (see `GettingReady`): one buffer, or slot, after the other.
+        """Allocate it beside training, slice by slice (see `GettingReady`): one buffer or slot after another.
 
         `pin`: the device for whose sake it is to be page-locked, if there is one.
         """
