@@ -20,7 +20,7 @@ from holdfast.checkpoint.copies import slots as slot_module
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import device, handoff, snapshot
 from holdfast.checkpoint.save.device import Buffer
-from holdfast.checkpoint.save.snapshot import Ahead, choose_readying
+from holdfast.checkpoint.save.snapshot import GettingReady, choose_readying
 from holdfast.checkpoint.state import proof
 from holdfast.journal.events import DecisionMade, SaveCommitted, Warned
 from kit.harness import wait_until
@@ -33,8 +33,8 @@ NEVER: dict[str, Any] = {**ASYNC, "checkpoint_interval": 0, "checkpoint_save_at_
 PAGE = 4096
 
 
-def ahead_of(run: holdfast.Run) -> Ahead:
-    found: Ahead = run._session.saving._saver._ahead  # type: ignore[attr-defined]
+def ahead_of(run: holdfast.Run) -> GettingReady:
+    found: GettingReady = run._session.saving._saver._ahead  # type: ignore[attr-defined]
     return found
 
 
@@ -104,7 +104,7 @@ def test_slices_are_done_in_order_and_none_begins_while_a_save_holds_them() -> N
             first.set()
             yield
 
-    ahead = Ahead(lambda _: None)
+    ahead = GettingReady(lambda _: None)
     assert ahead.hold(1.0)
     ahead.add(work(1, 2))
     ahead.add(work(3))
@@ -130,7 +130,7 @@ def test_a_save_waits_for_a_short_slice_and_for_a_long_one_only_if_it_needs_that
         begun.set()
         assert ends.wait(10.0)
 
-    ahead = Ahead(lambda _: None)
+    ahead = GettingReady(lambda _: None)
     ahead.add(work())
     assert begun.wait(5.0)
     assert not ahead.hold(0.05), "a short slice is waited for"
@@ -157,7 +157,7 @@ def test_an_error_is_told_once_and_ends_the_work() -> None:
         yield
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    ahead = Ahead(told.append)
+    ahead = GettingReady(told.append)
     assert ahead.hold(0.0)
     ahead.add(work(1))
     ahead.add(work(2))
@@ -177,7 +177,7 @@ def test_close_ends_it_and_a_slice_that_hangs_is_left_to_close_its_buffer_itself
         yield None
         raise AssertionError("it goes on after close")
 
-    ahead = Ahead(pytest.fail)
+    ahead = GettingReady(pytest.fail)
     ahead.add(work())
     wait_until(lambda: ahead.is_at(buffer), 5, "the long slice")
     assert ahead.close(0.05) is buffer
@@ -198,7 +198,7 @@ def test_the_thread_has_a_lower_priority_than_training() -> None:
         yield
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    ahead = Ahead(pytest.fail)
+    ahead = GettingReady(pytest.fail)
     ahead.add(work())
     wait_until(lambda: seen, 5, "the slice")
     assert seen == [max(before, snapshot.NICE)]
@@ -571,11 +571,19 @@ def test_a_save_waits_while_its_buffer_is_being_page_locked_and_for_no_other(
     run.track(model=torch.nn.Linear(64, 64))
     run.start()
     monkeypatch.setattr(run._session.tracked, "devices", lambda: {torch.device("cuda:3")})
+    ahead = ahead_of(run)
+    original = ahead.leaves
+
+    def leaves(buffer: Buffer, timeout: float) -> bool:
+        if ahead.is_at(buffer):
+            ends[buffer.index].set()
+        return original(buffer, timeout)
+
+    monkeypatch.setattr(ahead, "leaves", leaves)
     for _ in range(2):
         run.begin_step()
         run.end_step()
     assert begun[0].wait(10.0)
-    threading.Timer(0.1, ends[0].set).start()
     run.save()
     assert ends[0].is_set(), "the first save needed that buffer"
     assert begun[1].wait(10.0)

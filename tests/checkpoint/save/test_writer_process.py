@@ -386,6 +386,7 @@ def test_a_writer_that_reads_nothing_fails_the_save_and_not_the_stream(
     run.track(model=torch.nn.ModuleList(big))
     with forked_writers() as writers:
         run.start()
+        run._session.saving.stepping()
         os.kill(writers[0].pid, signal.SIGSTOP)
         run.save(wait=False)
         with pytest.raises(SaveFailedError, match="read nothing for"):

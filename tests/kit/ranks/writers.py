@@ -20,6 +20,7 @@ import torch.distributed as dist
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import handoff, writer_process
 from holdfast.journal.events import SaveCommitted, SaveFailed
+from kit.harness import wait_until
 from kit.runs import events_in
 from kit.tiny import checkpoints, counting_file_operations, die, start_fork, steps_of
 
@@ -70,16 +71,24 @@ class ForkedWriter:
         os.kill(self.pid, signal.SIGKILL)
 
 
+class Writers(list[ForkedWriter]):
+    """Those started so far. The first is started beside the first step: whoever wants it waits for that."""
+
+    def __getitem__(self, at: Any) -> Any:
+        wait_until(lambda: len(self) > 0, 10, "a writer is started")
+        return super().__getitem__(at)
+
+
 @contextlib.contextmanager
 def forked_writers(around: Around | None = None) -> Iterator[list[ForkedWriter]]:
     """Writers started inside are forks; all of them must be gone at the end."""
-    started: list[ForkedWriter] = []
+    started = Writers()
 
     def spawn(descriptor: int) -> ForkedWriter:
         started.append(
             ForkedWriter(descriptor, len(started), around or (lambda number: contextlib.nullcontext()))
         )
-        return started[-1]
+        return list(started)[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handoff, "spawn", spawn)

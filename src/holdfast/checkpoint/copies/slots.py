@@ -296,7 +296,7 @@ class LocalSlots:
     def prepare(
         self, plan: Plan, *, pin: torch.device | None, left: Callable[[], int]
     ) -> Iterator[Buffer | None]:
-        """Allocate beside training, as far as there is room, what saves will need; see `Ahead`.
+        """Allocate beside training, as far as there is room, what saves will need; see `GettingReady`.
 
         Nothing is given up for it. What a slot holds stays as it is: it is only mapped, and page-locked.
         `left`: bytes of memory that may be taken.

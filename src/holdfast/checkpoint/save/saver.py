@@ -68,7 +68,7 @@ from holdfast.checkpoint.save.handoff import (
 )
 from holdfast.checkpoint.save.plan import Plan
 from holdfast.checkpoint.save.snapshot import (
-    Ahead,
+    GettingReady,
     LocalTarget,
     Snapshot,
     Snapshotter,
@@ -415,7 +415,7 @@ class BackgroundSaver(Saver):
         self._told_readying = self._told_not_ahead = self._stepping = False
         self._ready_for = 0
         """The plan for which memory is got ready, or was."""
-        self._ahead = Ahead(self._tell_not_ahead)
+        self._ahead = GettingReady(self._tell_not_ahead)
 
     @property
     def ready(self) -> bool:

@@ -555,7 +555,7 @@ NICE = 10
 so long that the trainer's own calls for memory had to wait for it."""
 
 
-class Ahead:
+class GettingReady:
     """One thread that gets things ready for saves, slice by slice, beside whatever the trainer does.
 
     Work is an iterator: each `next` does a slice. What it yields, if anything, is what the next slice, a long
@@ -952,7 +952,7 @@ class StagingMemory:
             self.slots = LocalSlots(local.tier, room, rank=rank, keep=local.keep, is_free=is_free)
 
     def prepare(self, plan: Plan, *, pin: torch.device | None) -> Iterator[Buffer | None]:
-        """Allocate it beside training, slice by slice (see `Ahead`): one buffer, or slot, after the other.
+        """Allocate it beside training, slice by slice (see `GettingReady`): one buffer or slot after another.
 
         `pin`: the device for whose sake it is to be page-locked, if there is one.
         """
