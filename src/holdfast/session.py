@@ -896,11 +896,12 @@ class Surroundings:
 
 def _load_times(state: LoadedState | None) -> LoadTimes | None:
     """What the load says of its parts; None where it measured none."""
-    found = getattr(state, "times", None)
-    if found is None:
+    if state is None or state.times is None:
         return None
-    named = {name: float(getattr(found, name, 0.0)) for name in ("read", "digest", "copy", "check")}
-    return LoadTimes(**named, bytes=int(getattr(found, "bytes", 0)))
+    found = state.times
+    return LoadTimes(
+        read=found.read, digest=found.digest, copy=found.copy, check=found.check, bytes=found.bytes
+    )
 
 
 # What a run is made of: versions of code, settings and libraries, and what changed since a checkpoint.

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from holdfast.checkpoint.foreign.archive import TensorFileError, merged, read_index, read_tensor_file
 from holdfast.checkpoint.foreign.source import values_of
-from holdfast.checkpoint.foreign.tensor_files import TensorFileError, merged, read_index, read_tensor_file
 from kit.worlds import foreign
 
 TENSORS = {

@@ -20,7 +20,7 @@ from holdfast.checkpoint.copies import slots as slot_module
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import device, handoff, snapshot
 from holdfast.checkpoint.save.device import Buffer
-from holdfast.checkpoint.save.snapshot import GettingReady, choose_readying
+from holdfast.checkpoint.save.staging import GettingReady, choose_readying
 from holdfast.checkpoint.state import proof
 from holdfast.journal.events import DecisionMade, SaveCommitted, Warned
 from kit.harness import wait_until

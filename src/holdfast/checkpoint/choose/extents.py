@@ -77,6 +77,8 @@ class LoadClock:
     check: float = 0.0
     """For the fingerprints of tensors where they came to lie."""
     bytes: int = 0
+    elapsed: float = 0.0
+    """Seconds from the beginning of each reading to its end."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(
@@ -94,6 +96,19 @@ class LoadClock:
             self.copy += copy
             self.check += check
             self.bytes += nbytes
+
+    def as_elapsed(self) -> LoadClock:
+        """The time that passed, divided as the threads' time is."""
+        busy = self.read + self.digest + self.copy + self.check
+        share = min(1.0, self.elapsed / busy) if busy else 0.0
+        return LoadClock(
+            read=self.read * share,
+            digest=self.digest * share,
+            copy=self.copy * share,
+            check=self.check * share,
+            bytes=self.bytes,
+            elapsed=self.elapsed,
+        )
 
 
 class Use(Protocol):
@@ -280,6 +295,7 @@ class ExtentReader:
     def read(self, files: Iterable[tuple[FileEntry, list[Extent]]], use: Use) -> None:
         """Use every extent, verified. Raises what was raised first, by reading or by using one."""
         opened: list[_File] = []
+        began = time.perf_counter()
         left = self._stretches(files, opened)
         ahead = list(itertools.islice(left, 2))
         total = sum(extent.length for stretch in ahead for extent in stretch.extents)
@@ -310,6 +326,7 @@ class ExtentReader:
                 self._helpers.shutdown(wait=True, cancel_futures=True)
             for file in opened:
                 file.close()
+            self._times.elapsed += time.perf_counter() - began
         if self._errors:
             raise self._errors[0]
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from holdfast.base import local_part
+from holdfast.checkpoint.choose.extents import LoadClock
 from holdfast.checkpoint.choose.sharing import cure, reshard
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import AssembledShards
@@ -64,7 +65,10 @@ class LoadedState:
         fresh: Collection[str] = (),
         left_out: LeftOut | None = None,
         names: Sequence[str] = (),
+        times: LoadClock | None = None,
     ) -> None:
+        self.times = times
+        """Where the time went, of a load that digested what it read."""
         self.fresh = fresh
         """Parts that begin anew."""
         self.left_out = left_out if left_out is not None else LeftOut()
@@ -187,7 +191,9 @@ def load(
     _load_tensors(_own_first(wanted, metadata, rank) if as_saved else wanted, reader)
     rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
     reader.verify_rest(rest)
-    return LoadedState(tracked, tensors, others, own, manifest, notes, fresh, left_out, names)
+    return LoadedState(
+        tracked, tensors, others, own, manifest, notes, fresh, left_out, names, reader.times.as_elapsed()
+    )
 
 
 def check_fresh(tracked: Tracked, fresh: Collection[str], *, there: Collection[str]) -> None:

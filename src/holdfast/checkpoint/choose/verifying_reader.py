@@ -307,7 +307,9 @@ class VerifyingReader(FileSystemReader):
             buffers.close()
         started = time.perf_counter()
         self._check_on_devices()
-        self.times.add(check=time.perf_counter() - started)
+        checking = time.perf_counter() - started
+        self.times.add(check=checking)
+        self.times.elapsed += checking
 
     def verify_rest(self, paths: Iterable[str]) -> None:
         """Verify the chunks of these files that loading did not need."""

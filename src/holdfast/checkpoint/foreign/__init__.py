@@ -38,8 +38,7 @@ if TYPE_CHECKING:
         rank_files,
         recognise,
     )
-    from holdfast.checkpoint.foreign.soundness import examine
+    from holdfast.checkpoint.foreign.soundness import check_values, examine
     from holdfast.checkpoint.foreign.source import BoxReader, generators_of, read_into, values_of
-    from holdfast.checkpoint.foreign.values import check_values
 else:
     __getattr__ = offers(__name__)

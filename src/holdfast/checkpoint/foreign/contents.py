@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.base import escaped
-from holdfast.checkpoint.foreign.archive import Archive, ArchiveError, StoredTensor, read_archive
+from holdfast.checkpoint.foreign.archive import (
+    Archive,
+    ArchiveError,
+    StoredTensor,
+    TensorFileError,
+    merged,
+    read_archive,
+    read_index,
+    read_tensor_file,
+)
 from holdfast.checkpoint.foreign.recognition import (
     WEIGHTS,
     ForeignLayout,
@@ -22,7 +31,6 @@ from holdfast.checkpoint.foreign.recognition import (
     rank_files,
     read_json,
 )
-from holdfast.checkpoint.foreign.tensor_files import TensorFileError, merged, read_index, read_tensor_file
 from holdfast.checkpoint.format import METADATA, MetadataError, Offsets, Record, StoredMetadata
 from holdfast.checkpoint.format import metadata as metadatas
 

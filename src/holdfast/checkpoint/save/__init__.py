@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SaveFacts,
         Saver,
     )
-    from holdfast.checkpoint.save.snapshot import LocalTarget, Snapshotter, Stager
+    from holdfast.checkpoint.save.snapshot import Snapshotter, Stager
+    from holdfast.checkpoint.save.staging import LocalTarget
 else:
     __getattr__ = offers(__name__)

@@ -67,13 +67,10 @@ from holdfast.checkpoint.save.handoff import (
     writing_threads,
 )
 from holdfast.checkpoint.save.plan import Plan
-from holdfast.checkpoint.save.snapshot import (
+from holdfast.checkpoint.save.snapshot import Snapshot, Snapshotter, Staged, Stager
+from holdfast.checkpoint.save.staging import (
     GettingReady,
     LocalTarget,
-    Snapshot,
-    Snapshotter,
-    Staged,
-    Stager,
     StagingMemory,
     Wants,
     choose_readying,
