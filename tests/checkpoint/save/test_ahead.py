@@ -18,7 +18,7 @@ import torch
 import holdfast
 from holdfast.checkpoint.copies import slots as slot_module
 from holdfast.checkpoint.format.structure import verify
-from holdfast.checkpoint.save import device, handoff, snapshot
+from holdfast.checkpoint.save import device, handoff, snapshot, staging
 from holdfast.checkpoint.save.device import Buffer
 from holdfast.checkpoint.save.staging import GettingReady, choose_readying
 from holdfast.checkpoint.state import proof
@@ -193,7 +193,7 @@ def test_the_thread_has_a_lower_priority_than_training() -> None:
     seen: list[int] = []
 
     def work() -> Iterator[None]:
-        snapshot.at_low_priority()
+        staging.at_low_priority()
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         yield
 
@@ -201,7 +201,7 @@ def test_the_thread_has_a_lower_priority_than_training() -> None:
     ahead = GettingReady(pytest.fail)
     ahead.add(work())
     wait_until(lambda: seen, 5, "the slice")
-    assert seen == [max(before, snapshot.NICE)]
+    assert seen == [max(before, staging.NICE)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
@@ -442,7 +442,7 @@ def test_a_background_that_fails_ends_no_run_and_is_told_once(
     if fault == "no memory":
         monkeypatch.setattr(device, "fault_in", no_memory)
     elif fault == "too little left":
-        monkeypatch.setattr(snapshot, "memory_left", lambda: snapshot.RESERVE + PAGE)
+        monkeypatch.setattr(staging, "memory_left", lambda: staging.RESERVE + PAGE)
     elif fault == "no thread":
         original = threading.Thread.start
 
@@ -475,8 +475,8 @@ def test_a_background_that_fails_ends_no_run_and_is_told_once(
 def test_memory_that_was_taken_in_part_is_given_back_when_it_becomes_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = itertools.chain([snapshot.RESERVE + 10**9] * 2, itertools.repeat(snapshot.RESERVE))
-    monkeypatch.setattr(snapshot, "memory_left", lambda: next(left))
+    left = itertools.chain([staging.RESERVE + 10**9] * 2, itertools.repeat(staging.RESERVE))
+    monkeypatch.setattr(staging, "memory_left", lambda: next(left))
     monkeypatch.setattr(device, "TAKEN", PAGE)
     monkeypatch.setattr(device, "LOOK", PAGE)
     seen: list[list[int]] = []

@@ -7,10 +7,10 @@ what it is.
 
 The form is torch's own since release 1.6: a zip whose records are stored as they are, with a pickle
 (`data.pkl`) that refers to the tensors' bytes (`data/<key>`) by persistent ids. That of safetensors is eight
-bytes of length, a JSON header and the raw values; that is less to read than a library is to depend on, and it
-can be read without making a tensor. There too nothing is believed: every tensor's place is checked against its
-shape, its type and the file's size, no two may overlap, and no byte may belong to none. What is odd becomes a
-`TensorFileError` that says what.
+bytes of length, a JSON header and the raw values; that is less to read than a library is to depend on, and
+it can be read without making a tensor. There too nothing is believed: every tensor's place is checked
+against its shape, its type and the file's size, no two may overlap, and no byte may belong to none. What is
+odd becomes a `TensorFileError` that says what.
 """
 
 from __future__ import annotations

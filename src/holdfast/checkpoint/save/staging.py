@@ -1,11 +1,11 @@
 """The memory that snapshots are staged into, taken beside training so that no save has to wait for it.
 
 Guarantee: what is done beside training never ends a run. It is done in slices of a few milliseconds, at low
-priority; no slice begins while a save is being taken. Only page-locking is one call for a whole buffer, which
-a save waits for only if it needs that buffer. A save that comes too early makes the rest itself, at full
-speed. Memory is taken only as long as there is enough for all of a buffer and RESERVE beside it; if there is not, or
-after an error, what was taken of it is given back. After `close` the thread has ended; if a driver keeps it
-for longer, that is reported, and it gives the buffer back itself.
+priority; no slice begins while a save is being taken. Only page-locking is one call for a whole buffer,
+which a save waits for only if it needs that buffer. A save that comes too early makes the rest itself, at
+full speed. Memory is taken only as long as there is enough for all of a buffer and RESERVE beside it; if
+there is not, or after an error, what was taken of it is given back. After `close` the thread has ended; if a
+driver keeps it for longer, that is reported, and it gives the buffer back itself.
 
 In memory a slot of the local tier is itself a buffer. On a disk a snapshot needs both: a buffer to be copied
 into, and the slot that its image is then written to. A save that goes to the checkpoint root may have to do

@@ -81,7 +81,7 @@ class WorkersStarted(Event, tag="workers_started"):
 
 
 class LoadTimes(msgspec.Struct, frozen=True):
-    """How long each part of a load took rank 0, in seconds; of parts that ran side by side, each its share."""
+    """How long each part of a load took rank 0, in seconds: of parts that ran side by side, the share."""
 
     read: float = 0.0
     digest: float = 0.0
