@@ -78,7 +78,7 @@ def test_a_line_as_json_is_one_line_with_a_time_that_has_a_zone() -> None:
 
 
 def test_sentences_are_known_by_their_beginnings() -> None:
-    incident = mock.Mock(spec=Incident, steps_lost=2, seconds_lost=1.0, account=None)
+    incident = mock.Mock(spec=Incident, steps_lost=2, seconds_lost=1.0, account=None, traced=False)
     assert kind_of(back_line(incident, 5)) is LineKind.BACK
     assert kind_of(closing_line([], [], 5, "run")) is LineKind.FINISHED
     assert kind_of(in_words(Waiting("a node", 5.0, None))) is LineKind.WAIT

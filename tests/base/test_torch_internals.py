@@ -33,7 +33,7 @@ PLACES = {"base/torch_internals.py", "restart/groups.py"}
 OTHERS = {
     # Python's own
     "_exit", "_getframe", "_replace", "_fields", "_current_frames", "_run_module_as_main", "_set_native_id",
-    "_actions", "_action_groups", "_remove_action", "_option_string_actions",
+    "_initializing", "_actions", "_action_groups", "_remove_action", "_option_string_actions",
     # Megatron's and webdataset's
     "_instance", "_configured", "_shuffle",
     # read where they may be absent, for the report of a hang

@@ -225,7 +225,7 @@ def test_what_is_left_to_this_rank_is_verified_after_the_load(
 
     monkeypatch.setattr(loading, "_load_tensors", lambda *_: None)
     monkeypatch.setattr(loading, "_read_blob", lambda *_: {"tracked": {}, "own": {"data": None}})
-    monkeypatch.setattr(loading, "reshard", lambda *_, **__: Shared({}, {"data": None}, [], [], []))
+    monkeypatch.setattr(loading, "reshard", lambda *_, **__: Shared({}, {"data": None}, [], [], {}))
     for check in ("check_parts", "check_strict"):
         monkeypatch.setattr(loading, check, lambda *_, **__: None)
     for rank in range(2):

@@ -161,7 +161,9 @@ def _of_experts(
     return [value for one in held for value in local_part(one).flatten().tolist()]
 
 
-@pytest.mark.parametrize(("wide", "asynchronous"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("wide", "asynchronous"), [pytest.param(False, True, marks=pytest.mark.drill), (True, False)]
+)
 def test_distributed_tensors_that_ranks_hold_apart_under_one_name(
     tmp_path: Path, wide: bool, asynchronous: bool
 ) -> None:

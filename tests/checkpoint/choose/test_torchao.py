@@ -76,6 +76,7 @@ def _whole(parameter: Any) -> list[float]:
     return [value for one in shards for value in one]
 
 
+@pytest.mark.drill
 def test_training_with_float8_resumes_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
     def on(run: str, world: int, steps: int, until: int) -> Any:
         place = tmp_path / f"{run}-{world}-{steps}"

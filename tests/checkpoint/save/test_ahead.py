@@ -619,7 +619,7 @@ def test_slots_of_a_disk_are_got_ready_too(tmp_path: Path, monkeypatch: pytest.M
     settings = {**local(tmp_path / "tier"), "checkpoint_non_persistent_save_interval": 0}
     train(tmp_path / "run", until=5, at_step=at_step, **{**settings, "checkpoint_interval": 5})
     assert len(taken) == 3
-    assert len(set(taken)) == 1
+    assert max(taken) - min(taken) <= PAGE  # the file system's own block, for a file in many parts
     assert taken[0] > PAGE
 
 

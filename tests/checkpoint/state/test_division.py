@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,8 +154,11 @@ def test_a_launcher_learns_that_each_rank_has_a_data_position_of_its_own(
     run.track(model=nn.Linear(1, 1))
     for _ in run.steps(loader, until=2):
         pass
-    told = tied_to_ranks(ControlDirectory.open(tmp_path / "run"))
-    assert told == ("" if shared else "the data position is one for each rank")
+    assert tied_to_ranks(ControlDirectory.open(tmp_path / "run")) == "", "fewer than one rank there are not"
+    (saved,) = checkpoints(tmp_path / "run")
+    manifest = manifests.read(saved)[0]
+    of_two = msgspec.structs.replace(manifest, world=msgspec.structs.replace(manifest.world, size=2))
+    assert manifests.what_ties(of_two) == ("" if shared else "the data position is one for each rank")
 
 
 def test_the_same_bytes_in_another_shape_or_type_are_another_tensor(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_a_node_that_joins_does_not_end_a_group_that_cannot_grow(tmp_path: Path)
     assert [(one.nodes, one.world_size) for one in started] == [(2, 2), (2, 2)]
 
 
+@pytest.mark.drill
 def test_a_launch_that_may_shrink_waits_for_a_node_where_fewer_ranks_could_not_go_on(tmp_path: Path) -> None:
     """It would shrink, resume nothing, and fail: two attempts and a node's time for what is known before."""
 

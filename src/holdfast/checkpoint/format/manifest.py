@@ -271,7 +271,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def what_ties(manifest: Manifest) -> str:
     """What ties a checkpoint to its number of ranks, as a launcher asks that may change it; else empty."""
     position = manifest.parts.get("data")
-    if not manifest.world.tied and position is not None and position.is_global is False:
+    of_ranks = position is not None and position.is_global is False and manifest.world.size > 1
+    if not manifest.world.tied and of_ranks:
         return "the data position is one for each rank"
     return tied_words(manifest.world.tied)
 
