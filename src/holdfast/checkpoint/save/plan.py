@@ -328,7 +328,9 @@ def differing_names(held: Sequence[Holdings], contested: Collection[str] = ()) -
     """
     first: dict[str, str] = {}
     families: dict[str, str] = {}
-    differing: dict[int, frozenset[str]] = {}
+    differing: dict[int, set[str]] = {}
+    empty: dict[int, dict[str, str]] = {}
+    """By rank, names of which it holds nothing, and with whom: there are fewer parts than ranks."""
     for rank, mine in enumerate(held):
         here = {name: mine.families.get(name, "") for name in contested if mine.has(name)}
         strange = {name for name, family in here.items() if families.setdefault(name, family) != family}
@@ -340,8 +342,12 @@ def differing_names(held: Sequence[Holdings], contested: Collection[str] = ()) -
                 alike.add(name)
             else:
                 apart.add(name)
-        differing[rank] = frozenset(apart | (strange - alike))
-    return differing
+        empty[rank] = {name: here[name] for name in strange - alike - apart}
+        differing[rank] = apart
+    gone = {(name, held[rank].families.get(name, "")) for rank, names in differing.items() for name in names}
+    for rank, names in empty.items():  # whoever has nothing goes with those that hold the rest
+        differing[rank] |= {name for name, family in names.items() if (name, family) in gone}
+    return {rank: frozenset(names) for rank, names in differing.items()}
 
 
 def _refuse_differing_parts(differing: Mapping[int, frozenset[str]], plans: Sequence[SavePlan]) -> None:
