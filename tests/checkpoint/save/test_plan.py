@@ -566,6 +566,8 @@ def test_tensors_of_one_name_that_ranks_hold_apart_are_compared_with_the_lowest_
     assert [rank for rank, names in differing.items() if names] == [3, 4, 5, 6]
     differing = planning.differing_names([rank("", "w", "e"), *together], {"w"})
     assert [rank for rank, names in differing.items() if names] == [1, 2]
+    replicas = [*together, rank("01", "", ""), same, rank("23", "w[0]", "a"), rank("23", "", "")]
+    assert not any(planning.differing_names(replicas, {"w"}).values()), "nor do those that hold nothing of it"
 
 
 @pytest.mark.parametrize("threads", [1, 4])
