@@ -118,6 +118,18 @@ def test_a_bad_extent_at_any_position_is_named_and_never_used(
     assert all(wanted[place] == data for place, data in files.used.items())
 
 
+def test_what_is_wrong_with_the_list_of_files_reaches_the_caller_too(tmp_path: Path, several: None) -> None:
+    """It is made as it is read: a file that the manifest does not know may come late, and on any thread."""
+    files = Files(tmp_path)
+
+    def listed() -> Iterator[tuple[FileEntry, list[Extent]]]:
+        yield from files.entries
+        raise CheckpointError("stale-metadata")
+
+    with pytest.raises(CheckpointError, match="stale-metadata"):
+        files.reader().read(listed(), files.use)
+
+
 def test_what_using_an_extent_raises_reaches_the_caller(tmp_path: Path, several: None) -> None:
     files = Files(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Pieces of a checkpoint's files, read and verified by several threads, in memory that is bounded.
+"""Extents of a checkpoint's files, read and verified by several threads, in memory that is bounded.
 
 Guarantee: whoever uses an extent is given it in the very memory in which it has matched its digests, and that
 memory keeps its contents until they are done with it. When `read` returns or raises, no thread of it is left,
@@ -37,9 +37,9 @@ from holdfast.errors import CheckpointError
 MOST = 512 * 1024 * 1024
 """Bytes of buffers."""
 MOST_THREADS = 8
-"""More read no faster where this was measured, and each takes memory."""
+"""Each takes memory, and a share of the processor from whatever else starts at that time."""
 SHARED_FROM = 64 * 1024 * 1024
-"""Pieces from this size on are read by several threads."""
+"""Extents from this size on are read by several threads."""
 SHARE = 8 * 1024 * 1024
 """What each of them reads at a time."""
 STRETCH = 32 * 1024 * 1024
@@ -305,11 +305,11 @@ class ExtentReader:
 
         def work() -> None:
             while not self._stopped.is_set():
-                with taking:
-                    stretch = next(todo, None)
-                if stretch is None:
-                    return
                 try:
+                    with taking:
+                        stretch = next(todo, None)
+                    if stretch is None:
+                        return
                     self._read_stretch(stretch, use)
                 except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
                     self._errors.append(error)
