@@ -441,7 +441,7 @@ class Session:
         if state is not None:
             self._take_up(state, decision.step, resumer.counted)
         self._loaded = time.time()
-        self._load_times = _load_times(state)
+        self._load_times = state.times if state is not None else None
         rung = decision.rung
         name = CheckpointName(rung.step, rung.id) if rung is not None else None
         manifest = state.manifest if state is not None else None
@@ -892,16 +892,6 @@ class Surroundings:
         """The run ends without having stopped as it was asked to."""
         if self._scope is not None:
             self._scope.stop = halting.asked_by
-
-
-def _load_times(state: LoadedState | None) -> LoadTimes | None:
-    """What the load says of its parts; None where it measured none."""
-    if state is None or state.times is None:
-        return None
-    found = state.times
-    return LoadTimes(
-        read=found.read, digest=found.digest, copy=found.copy, check=found.check, bytes=found.bytes
-    )
 
 
 # What a run is made of: versions of code, settings and libraries, and what changed since a checkpoint.

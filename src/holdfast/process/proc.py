@@ -390,6 +390,17 @@ def private_bytes(pid: int) -> int:
         return 0
 
 
+def local_ranks() -> int:
+    """How many ranks share this machine, as the launcher says; 1 if nobody does."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdecimal() else 1
+
+
+def cores_of_this_rank() -> int:
+    """Its share of the cores that it may use; 1 at least."""
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks())
+
+
 def memory_available() -> int:
     """Bytes that this machine can still give without swapping. Raises OSError."""
     import psutil

@@ -442,7 +442,7 @@ def test_a_background_that_fails_ends_no_run_and_is_told_once(
     if fault == "no memory":
         monkeypatch.setattr(device, "fault_in", no_memory)
     elif fault == "too little left":
-        monkeypatch.setattr(staging, "memory_left", lambda: staging.RESERVE + PAGE)
+        monkeypatch.setattr(staging, "memory_to_spare", lambda: staging.RESERVE + PAGE)
     elif fault == "no thread":
         original = threading.Thread.start
 
@@ -476,7 +476,7 @@ def test_memory_that_was_taken_in_part_is_given_back_when_it_becomes_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = itertools.chain([staging.RESERVE + 10**9] * 2, itertools.repeat(staging.RESERVE))
-    monkeypatch.setattr(staging, "memory_left", lambda: next(left))
+    monkeypatch.setattr(staging, "memory_to_spare", lambda: next(left))
     monkeypatch.setattr(device, "TAKEN", PAGE)
     monkeypatch.setattr(device, "LOOK", PAGE)
     seen: list[list[int]] = []

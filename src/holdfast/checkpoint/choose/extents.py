@@ -19,11 +19,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -33,6 +32,8 @@ import xxhash
 
 from holdfast.checkpoint.format import Chunk, FileEntry, OpenShard, ShardSource
 from holdfast.errors import CheckpointError
+from holdfast.journal.events import LoadTimes
+from holdfast.process import proc
 
 MOST = 512 * 1024 * 1024
 """Bytes of buffers."""
@@ -97,18 +98,12 @@ class LoadClock:
             self.check += check
             self.bytes += nbytes
 
-    def as_elapsed(self) -> LoadClock:
+    def as_elapsed(self) -> LoadTimes:
         """The time that passed, divided as the threads' time is."""
         busy = self.read + self.digest + self.copy + self.check
         share = min(1.0, self.elapsed / busy) if busy else 0.0
-        return LoadClock(
-            read=self.read * share,
-            digest=self.digest * share,
-            copy=self.copy * share,
-            check=self.check * share,
-            bytes=self.bytes,
-            elapsed=self.elapsed,
-        )
+        read, digest, copy, check = (part * share for part in (self.read, self.digest, self.copy, self.check))
+        return LoadTimes(read, digest, copy, check, self.bytes)
 
 
 class Use(Protocol):
@@ -255,15 +250,9 @@ class _Stretch(NamedTuple):
     extents: list[Extent]
 
 
-def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """How many ranks share this machine, as the launcher says."""
-    told = environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
-
-
 def threads_for_loading() -> int:
-    """This rank's share of the cores that it may use, and two at least: one reads while the other waits."""
-    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) // local_ranks()))
+    """This rank's share of the cores, and two at least: one reads while the other waits."""
+    return max(2, min(MOST_THREADS, proc.cores_of_this_rank()))
 
 
 class ExtentReader:

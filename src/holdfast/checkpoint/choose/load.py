@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from holdfast.base import local_part
-from holdfast.checkpoint.choose.extents import LoadClock
 from holdfast.checkpoint.choose.sharing import cure, reshard
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import AssembledShards
@@ -49,6 +48,7 @@ from holdfast.checkpoint.state import (
     to_be_tracked,
 )
 from holdfast.errors import CheckpointError, IncompleteStateError
+from holdfast.journal.events import LoadTimes
 
 
 class LoadedState:
@@ -65,7 +65,7 @@ class LoadedState:
         fresh: Collection[str] = (),
         left_out: LeftOut | None = None,
         names: Sequence[str] = (),
-        times: LoadClock | None = None,
+        times: LoadTimes | None = None,
     ) -> None:
         self.times = times
         """Where the time went, of a load that digested what it read."""

@@ -43,7 +43,6 @@ from holdfast.checkpoint.choose.extents import (
     Extent,
     ExtentReader,
     LoadClock,
-    local_ranks,
     threads_for_loading,
 )
 from holdfast.checkpoint.format import (
@@ -62,7 +61,7 @@ from holdfast.checkpoint.format import (
     StoredMetadata,
     as_torch,
     digest_bytes,
-    memory_left,
+    memory_to_spare,
     parse,
     plain,
 )
@@ -70,6 +69,7 @@ from holdfast.checkpoint.format import fingerprint as fingerprints
 from holdfast.checkpoint.save import pin
 from holdfast.checkpoint.state import SplitTensor
 from holdfast.errors import CheckpointError
+from holdfast.process import proc
 
 IN_PLACE = 64 * 1024
 """Items at least this large are read one by one; smaller ones together, where they lie side by side."""
@@ -305,6 +305,10 @@ class VerifyingReader(FileSystemReader):
             devices.join()
         finally:
             buffers.close()
+        for places in planned.values():
+            for part in itertools.chain.from_iterable(places.values()):
+                if planner is not None and part.target is not None:
+                    planner.commit_tensor(part.item, part.target)
         started = time.perf_counter()
         self._check_on_devices()
         checking = time.perf_counter() - started
@@ -678,7 +682,7 @@ def _part(item: ReadItem, planner: LoadPlanner | None) -> _Planned:
 
 def _most() -> int:
     """Bytes of memory to read into: not more than a quarter of what this rank may still take."""
-    return max(LEAST, min(MOST, memory_left() // (4 * local_ranks())))
+    return max(LEAST, min(MOST, memory_to_spare() // (4 * proc.local_ranks())))
 
 
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.copies.peer_process import PeerHost, own_address
     from holdfast.checkpoint.copies.peers import send_replica
     from holdfast.checkpoint.copies.receipt import Incoming, NoRoomError
-    from holdfast.checkpoint.copies.room import LocalRoom, memory_left
+    from holdfast.checkpoint.copies.room import LocalRoom
     from holdfast.checkpoint.copies.rules import Assembly, Replication, duties, replicate
     from holdfast.checkpoint.copies.slots import LocalSlots, Slot, SlotRefusal
     from holdfast.checkpoint.copies.tier import (

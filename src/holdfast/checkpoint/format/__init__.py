@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         digest_bytes,
         is_safe_path,
         is_url,
-        memory_left,
+        memory_to_spare,
         parse_name,
         read,
         saver_of,

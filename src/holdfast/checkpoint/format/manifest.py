@@ -12,7 +12,9 @@ Reading a manifest trusts nothing: size, encoding, types, ranges and every path 
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -173,21 +175,22 @@ def lacks_room(size: int, times: int) -> str:
     """Why something of this size cannot be read here, if that takes `times` its memory; empty if it can."""
     if size <= ALWAYS_ROOM:
         return ""
-    available = memory_left()
+    available = memory_to_spare()
     if size * times <= available:
         return ""
     return f"it has {size} bytes; reading it takes up to {size * times} of memory, {available} are available"
 
 
-def memory_left() -> int:
+def memory_to_spare() -> int:
     """Bytes that this process may still take: of the machine's, and of its control group's."""
     from holdfast.health import cgroup_memory
     from holdfast.process import proc
 
-    available = proc.memory_available()
-    if (limit := cgroup_memory()) is not None:
-        available = min(available, max(0, limit.limit - limit.used))
-    return available
+    limit = cgroup_memory()
+    spare = sys.maxsize if limit is None else max(0, limit.limit - limit.used)
+    with contextlib.suppress(OSError):
+        return min(spare, proc.memory_available())
+    return spare
 
 
 T = TypeVar("T")

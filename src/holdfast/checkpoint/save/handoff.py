@@ -28,7 +28,7 @@ import msgspec
 from holdfast.checkpoint.copies import PlaceMap, Where
 from holdfast.checkpoint.format import CheckpointName, Declared, Layout, Manifest
 from holdfast.errors import SaveFailedError
-from holdfast.process import Companion, Gone, Stream, start_child
+from holdfast.process import Companion, Gone, Stream, proc, start_child
 from holdfast.record import lock_for_writer
 
 if TYPE_CHECKING:
@@ -350,5 +350,4 @@ def _await_unless_crashed(process: subprocess.Popen[bytes], timeout: float) -> N
 
 def writing_threads() -> int:
     """How many threads a writer may use: its rank's share of this node's processors."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
-    return max(1, min(16, len(os.sched_getaffinity(0)) // max(1, local)))
+    return min(16, proc.cores_of_this_rank())

@@ -26,12 +26,11 @@ from typing import Literal
 import torch
 
 from holdfast.base import duration, size
-from holdfast.checkpoint.copies import LocalRoom, LocalSlots, LocalTier, Slot, SlotRefusal, memory_left
-from holdfast.checkpoint.format import CheckpointName, describe
+from holdfast.checkpoint.copies import LocalRoom, LocalSlots, LocalTier, Slot, SlotRefusal
+from holdfast.checkpoint.format import CheckpointName, describe, memory_to_spare
 from holdfast.checkpoint.save.device import Buffer, TooLittleError
 from holdfast.checkpoint.save.plan import Plan
 from holdfast.journal import Event
-from holdfast.process import proc
 from holdfast.record import ControlDirectory
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -306,7 +305,4 @@ class StagingMemory:
 
 def memory_to_take() -> int:
     """Bytes that may be taken beside training, within the limits of the job and of the machine."""
-    left = memory_left()
-    with contextlib.suppress(OSError):
-        left = min(left, proc.memory_available())
-    return left - RESERVE
+    return memory_to_spare() - RESERVE
